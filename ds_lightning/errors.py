@@ -22,3 +22,7 @@ class CheckpointError(DsLightningError, RuntimeError):
 
 class NativeOpError(DsLightningError, RuntimeError):
     """A native kernel was asked for that this installation does not have."""
+
+
+class ReleasedParameterError(DsLightningError, RuntimeError):
+    """The values of a sharded parameter were touched where they are not gathered."""

@@ -1,0 +1,1 @@
+"""The configuration groups; a package, so that Hydra finds them as pkg://ds_lightning.conf."""

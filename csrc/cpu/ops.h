@@ -1,0 +1,29 @@
+// The CPU ops behind ds_lightning._native. Pointers may be misaligned; sizes may be zero.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace dsl {
+
+enum class DType { kFloat32, kBFloat16, kFloat16, kFloat64 };
+
+// Throws std::invalid_argument on a name it does not know.
+DType parse_dtype(const std::string& name);
+
+// dst[i] = (accumulate ? dst[i] : 0) + scale * ((srcs[0][i] + srcs[1][i]) + srcs[2][i] ...)
+//
+// Added in the order given, in fp32 (fp64 throughout for fp64), in one pass over memory. dst may be
+// one of the sources when both have the same dtype; any other overlap is undefined.
+void reduce_sum(void* dst, const std::vector<const void*>& srcs, std::size_t numel, DType src_dtype,
+                DType dst_dtype, double scale, bool accumulate);
+
+// Sets glibc's mmap and trim thresholds, so that freed blocks are kept for the next allocation.
+// False where the C library has no such setting or refuses the values.
+bool keep_freed_memory(std::size_t mmap_threshold_bytes, std::size_t trim_threshold_bytes);
+
+// Gives free heap memory back to the system; false where nothing was released.
+bool release_free_memory();
+
+}  // namespace dsl

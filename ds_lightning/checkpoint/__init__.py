@@ -1,0 +1,1 @@
+"""Checkpoints by parameter name and logical shape, whatever the stage and the world size."""

@@ -1,0 +1,29 @@
+"""What the model states should take: bytes per parameter by stage, precision and world size."""
+
+# Bytes per trainable parameter of (parameters, gradients, optimizer states of Adam with its fp32
+# masters if any).
+BYTES = {
+    "32-true": (4, 4, 8),
+    "64-true": (8, 8, 16),
+    "bf16-mixed": (2, 4, 12),
+    "16-mixed": (2, 4, 12),
+    "bf16-true": (2, 2, 4),
+    "16-true": (2, 2, 4),
+}
+
+
+def bytes_per_parameter(stage: int, world_size: int, precision: str) -> float | None:
+    """Return what one rank holds per parameter under Adam; None for a precision without a formula.
+
+    The ZeRO paper (arXiv:1910.02054), section 3: stage 1 divides the optimizer states by the world
+    size, stage 2 the gradients too, stage 3 the parameters too. Gradients of 16-bit parameters are
+    accumulated in fp32 here.
+    """
+    if precision not in BYTES:
+        return None
+    parameters, gradients, optimizer = BYTES[precision]
+    return (
+        parameters / (world_size if stage >= 3 else 1)
+        + gradients / (world_size if stage >= 2 else 1)
+        + optimizer / (world_size if stage >= 1 else 1)
+    )

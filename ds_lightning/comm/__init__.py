@@ -1,0 +1,1 @@
+"""Collectives on flat buffers; the only place that knows backends."""

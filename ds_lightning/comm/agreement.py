@@ -1,0 +1,93 @@
+"""Small agreements between ranks, on the control group: decisions that all must take alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_lightning.comm.collectives import Pending
+from ds_lightning.errors import TopologyError
+from ds_lightning.topology import Topology
+
+RENDEZVOUS_SECONDS = 15.0
+"""How long a call that every rank must make waits for the others before it is an error."""
+
+
+class Agreement:
+    """Collective decisions over all ranks of a topology. Every method must be called by all of them."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+
+    def maximum(self, values: torch.Tensor, what: str) -> Pending:
+        """Replace `values` (CPU) by the element-wise maximum over ranks; asynchronous."""
+        return self._all_reduce(values, dist.ReduceOp.MAX, what)
+
+    def total(self, values: torch.Tensor, what: str) -> Pending:
+        """Replace `values` (CPU) by the sum over ranks; asynchronous, the same bits on every rank."""
+        return self._all_reduce(values, dist.ReduceOp.SUM, what)
+
+    def _all_reduce(self, values: torch.Tensor, op: Any, what: str) -> Pending:
+        topology = self.topology
+
+        def describe(error: str) -> str:
+            return (
+                f"rank {topology.rank}: the ranks could not agree on {what} (timeout "
+                f"{topology.timeout.total_seconds():g} s). Another rank has failed or does something else. {error}"
+            )
+
+        if topology.world_size == 1:
+            return Pending([], (), describe)
+        try:
+            work = dist.all_reduce(values, op=op, group=topology.control_group, async_op=True)
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        return Pending([work], (values,), describe)
+
+    def from_rank(self, value: Any, source: int = 0) -> Any:
+        """What `source` holds, on every rank."""
+        if self.topology.world_size == 1:
+            return value
+        box = [value]
+        try:
+            dist.broadcast_object_list(box, src=source, group=self.topology.control_group)
+        except RuntimeError as error:
+            raise TopologyError(f"rank {self.topology.rank}: nothing arrived from rank {source}. {error}") from error
+        return box[0]
+
+    def everyone(self, value: Any) -> Sequence[Any]:
+        """What each rank holds, in rank order, on every rank."""
+        if self.topology.world_size == 1:
+            return [value]
+        box: list[Any] = [None] * self.topology.world_size
+        try:
+            dist.all_gather_object(box, value, group=self.topology.control_group)
+        except RuntimeError as error:
+            raise TopologyError(f"rank {self.topology.rank}: a rank did not answer. {error}") from error
+        return box
+
+    def rendezvous(self, what: str, advice: str) -> None:
+        """Make sure that every rank is here, within `RENDEZVOUS_SECONDS`.
+
+        Args:
+            what: the call that all ranks must make.
+            advice: what to do when they do not.
+
+        Raises:
+            TopologyError: when some rank does not come.
+        """
+        topology = self.topology
+        if topology.world_size == 1:
+            return
+        bound = timedelta(seconds=min(RENDEZVOUS_SECONDS, topology.timeout.total_seconds()))
+        try:
+            dist.monitored_barrier(topology.control_group, timeout=bound)
+        except RuntimeError as error:
+            raise TopologyError(
+                f"rank {topology.rank}: {what} needs every rank, but not all of them arrived within "
+                f"{bound.total_seconds():g} s. {advice} ({error})"
+            ) from error

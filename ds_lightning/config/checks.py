@@ -1,0 +1,267 @@
+"""Values that are fine alone but not together, and ranges that depend on other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+from ds_lightning.config.problems import Problem
+from ds_lightning.config.schema import DeepSpeedConfig
+from ds_lightning.config.schema.optimizer import (
+    BUILTIN_OPTIMIZERS,
+    BUILTIN_SCHEDULES,
+    COMPRESSED_OPTIMIZERS,
+    TORCH_OPTIMIZERS,
+)
+from ds_lightning.config.suggest import did_you_mean, listed
+
+Given = frozenset[str]
+Problems = Iterator[Problem]
+
+
+def check(config: DeepSpeedConfig, given: Given) -> list[Problem]:
+    """Everything that can be said without knowing the run."""
+    found = [problem for rule in _RULES for problem in rule(config, given)]
+    if "zero_optimization.stage" in given:
+        found += check_stage(config, config.zero_optimization.stage)
+    return found
+
+
+def check_stage(config: DeepSpeedConfig, stage: int) -> list[Problem]:
+    """What does not go with a ZeRO stage."""
+    return [problem for rule in _STAGE_RULES for problem in rule(config, stage)]
+
+
+def _precision(config: DeepSpeedConfig, given: Given) -> Problems:
+    fp16, bf16 = config.fp16.enabled, config.bf16.enabled
+    if fp16 and bf16:
+        yield Problem(
+            "fp16.enabled",
+            "fp16 and bf16 are both enabled; set one of fp16.enabled and bf16.enabled to false",
+        )
+    low = "fp16" if fp16 else "bf16"
+    for other in ("amp", "torch_autocast"):
+        if getattr(config, other).enabled and (fp16 or bf16):
+            yield Problem(f"{other}.enabled", f"does not go with {low}.enabled; keep one of them")
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        yield Problem("bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads=true")
+    wanted = config.data_types.param_dtype
+    actual = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    knows = wanted == "fp32" or "fp16.enabled" in given or "bf16.enabled" in given
+    if wanted is not None and knows and wanted != actual:
+        yield Problem(
+            "data_types.param_dtype",
+            f"{wanted} does not go with training in {actual}; leave it out",
+        )
+
+
+def _loss_scale(config: DeepSpeedConfig, given: Given) -> Problems:
+    fp16 = config.fp16
+    if not fp16.enabled and "fp16.enabled" in given:
+        return
+    if fp16.loss_scale == 0:
+        for name in ("loss_scale_window", "min_loss_scale"):
+            value = getattr(fp16, name)
+            if value <= 0:
+                yield Problem(f"fp16.{name}", f"must be above 0 with a dynamic loss scale, got {value}")
+
+
+def _amp(config: DeepSpeedConfig, given: Given) -> Problems:
+    if config.amp.enabled and config.zero_optimization.stage > 0:
+        yield Problem("amp.enabled", "apex amp works at stage 0 only; use fp16.enabled or bf16.enabled")
+
+
+def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
+    kind, params = config.optimizer.type, config.optimizer.params
+    if "max_grad_norm" in params:
+        text = "clipping is no business of the optimizer; use the top-level key gradient_clipping"
+        yield Problem("optimizer.params.max_grad_norm", text)
+    if kind is None:
+        if params:
+            yield Problem("optimizer.type", "is missing, but optimizer.params is given; name the optimizer")
+        return
+    if kind not in _known_optimizers() and not _is_in_torch("torch.optim", kind):
+        guess = did_you_mean(kind, _known_optimizers())
+        yield Problem(
+            "optimizer.type",
+            f"no optimizer is called '{kind}'; {guess or 'use one of torch.optim'}",
+        )
+    if params.get("amsgrad") is True and kind in BUILTIN_OPTIMIZERS and not params.get("torch_adam"):
+        yield Problem(
+            "optimizer.params.amsgrad",
+            "is not available; use torch_adam=true, or another optimizer",
+        )
+    if kind in ("Lamb", "FusedLamb") and config.fp16.enabled and config.fp16.loss_scale > 0:
+        yield Problem("fp16.loss_scale", f"{kind} in fp16 needs a dynamic loss scale; set it to 0")
+
+
+def _optimizer_ranges(config: DeepSpeedConfig, given: Given) -> Problems:
+    params = config.optimizer.params
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        value = params.get(name)
+        if isinstance(value, float) and value < 0:
+            yield Problem(f"optimizer.params.{name}", f"must be at least 0, got {value:g}")
+    betas = params.get("betas")
+    if isinstance(betas, list) and not (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)):
+        yield Problem("optimizer.params.betas", f"expected two numbers in [0, 1), got {betas}")
+
+
+def _scheduler(config: DeepSpeedConfig, given: Given) -> Problems:
+    kind, params = config.scheduler.type, config.scheduler.params
+    if kind is None:
+        if params:
+            yield Problem("scheduler.type", "is missing, but scheduler.params is given; name the schedule")
+        return
+    if kind not in BUILTIN_SCHEDULES:
+        if not _is_in_torch("torch.optim.lr_scheduler", kind):
+            guess = did_you_mean(kind, BUILTIN_SCHEDULES)
+            yield Problem(
+                "scheduler.type",
+                f"no schedule is called '{kind}'; {guess or listed(BUILTIN_SCHEDULES)}",
+            )
+        return
+    for name in _REQUIRED_SCHEDULE_PARAMS.get(kind, ()):
+        if name not in params:
+            yield Problem(f"scheduler.params.{name}", f"{kind} needs it")
+    for name in ("warmup_num_steps", "lr_range_test_step_size", "cycle_first_step_size"):
+        value = params.get(name)
+        if isinstance(value, int) and value < 1:
+            yield Problem(f"scheduler.params.{name}", f"must be at least 1, got {value}")
+
+
+def _activation(config: DeepSpeedConfig, given: Given) -> Problems:
+    block = config.activation_checkpointing
+    if not block.contiguous_memory_optimization:
+        return
+    here = "activation_checkpointing.contiguous_memory_optimization"
+    if block.number_checkpoints is None:
+        yield Problem(here, "needs activation_checkpointing.number_checkpoints (the number of layers)")
+    if not block.partition_activations:
+        yield Problem(here, "needs activation_checkpointing.partition_activations=true")
+
+
+def _nvme(config: DeepSpeedConfig, given: Given) -> Problems:
+    for name in ("offload_optimizer", "offload_param"):
+        block = getattr(config.zero_optimization, name)
+        if block.device == "nvme" and not block.nvme_path:
+            here = f"zero_optimization.{name}"
+            yield Problem(f"{here}.nvme_path", f"{here}.device=nvme needs the directory of a fast local disk")
+
+
+def _elasticity(config: DeepSpeedConfig, given: Given) -> Problems:
+    block = config.elasticity
+    if not block.enabled:
+        return
+    if block.min_gpus > block.max_gpus:
+        yield Problem("elasticity.min_gpus", f"{block.min_gpus} is above max_gpus {block.max_gpus}")
+    if not block.ignore_non_elastic_batch_info:
+        for name in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        ):
+            if name in given:
+                way_out = "elasticity.ignore_non_elastic_batch_info=true"
+                text = f"is chosen by elasticity; drop it or set {way_out}"
+                yield Problem(name, text)
+
+
+def _removed(config: DeepSpeedConfig, given: Given) -> Problems:
+    if config.zero_optimization.legacy_stage1:
+        yield Problem("zero_optimization.legacy_stage1", "was removed; there is one stage 1 only")
+
+
+def _offload_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    param, optimizer = (
+        config.zero_optimization.offload_param,
+        config.zero_optimization.offload_optimizer,
+    )
+    if param.is_on and stage < 3:
+        yield Problem(
+            "zero_optimization.offload_param.device",
+            f"{param.device} needs stage 3: parameters are not sharded at stage {stage}; "
+            "set the stage to 3 or the device to 'none'",
+        )
+    here = "zero_optimization.offload_optimizer"
+    if optimizer.device == "nvme" and stage < 3:
+        yield Problem(
+            f"{here}.device",
+            f"nvme needs stage 3, the stage is {stage}; set the stage to 3 or use 'cpu'",
+        )
+    if optimizer.device == "cpu" and stage < 1:
+        yield Problem(f"{here}.device", "cpu needs stage 1, 2 or 3: nothing is sharded at stage 0")
+    if optimizer.ratio < 1 and stage < 3:
+        yield Problem(f"{here}.ratio", f"below 1 needs stage 3, the stage is {stage}; set it to 1.0")
+    if optimizer.super_offload and stage < 3:
+        yield Problem(f"{here}.super_offload", f"needs stage 3, the stage is {stage}")
+
+
+def _compressed_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    kind = config.optimizer.type
+    if kind in COMPRESSED_OPTIMIZERS and stage > 0:
+        yield Problem(
+            "optimizer.type",
+            f"{kind} compresses whole momenta and works at stage 0 only, the stage is {stage}; "
+            "set the stage to 0 or use Adam",
+        )
+
+
+def _reduction_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    if config.gradient_allreduce_op == "sum" and stage == 3:
+        yield Problem("gradient_allreduce_op", "'sum' does not go with stage 3; use 'mean'")
+
+
+def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    if zero.zero_quantized_gradients and not zero.reduce_scatter:
+        yield Problem(
+            "zero_optimization.zero_quantized_gradients",
+            "needs zero_optimization.reduce_scatter=true",
+        )
+
+
+def _masters_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    for block, name in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+    ):
+        if getattr(getattr(config, block), name) and stage == 0:
+            yield Problem(f"{block}.{name}", "needs stage 1, 2 or 3")
+
+
+def _known_optimizers() -> tuple[str, ...]:
+    return (*BUILTIN_OPTIMIZERS, *TORCH_OPTIMIZERS)
+
+
+@cache
+def _is_in_torch(module: str, name: str) -> bool:
+    """Whether torch has such a class; torch is imported only for names unknown here."""
+    import importlib
+
+    return isinstance(getattr(importlib.import_module(module), name, None), type)
+
+
+_REQUIRED_SCHEDULE_PARAMS = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+_RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
+    _precision,
+    _loss_scale,
+    _amp,
+    _optimizer,
+    _optimizer_ranges,
+    _scheduler,
+    _activation,
+    _nvme,
+    _elasticity,
+    _removed,
+)
+_STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
+    _offload_stage,
+    _compressed_stage,
+    _reduction_stage,
+    _quantized_stage,
+    _masters_stage,
+)

@@ -1,0 +1,117 @@
+"""What is understood but not built yet: one row per switch. Build the feature, delete the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ds_lightning.config.schema import DeepSpeedConfig
+from ds_lightning.config.schema.base import Block, value_at
+
+
+class Row(NamedTuple):
+    """A key, the values of it that need something unbuilt, and what to do meanwhile."""
+
+    key: str
+    needs_it: Callable[[Any], bool]
+    instead: str
+
+
+def _true(value: Any) -> bool:
+    return value is True
+
+
+def _not(*built: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in built
+
+
+def _above_one(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+_IN_MEMORY = "leave it out or set it to 'none'"
+_LOGGERS = "use Lightning's loggers"
+_SWITCH_OFF = "set it to false"
+
+_PLANNED_OPTIMIZERS = frozenset(
+    {
+        *(
+            "CPUAdam",
+            "FusedAdam",
+            "CPUAdagrad",
+            "Lamb",
+            "FusedLamb",
+            "Lion",
+            "CPULion",
+            "FusedLion",
+        ),
+        *("Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"),
+    }
+)
+
+PLANNED = (
+    Row("zero_optimization.offload_optimizer.device", _not("none"), _IN_MEMORY),
+    Row("zero_optimization.offload_param.device", _not("none"), _IN_MEMORY),
+    Row("zero_optimization.zero_hpz_partition_size", _above_one, "set it to 1"),
+    Row("zero_optimization.zero_quantized_weights", _true, _SWITCH_OFF),
+    Row("zero_optimization.zero_quantized_nontrainable_weights", _true, _SWITCH_OFF),
+    Row("zero_optimization.zero_quantized_gradients", _true, _SWITCH_OFF),
+    Row("zero_optimization.zeropp_loco_param", _not(None), "leave the block out"),
+    Row("zero_optimization.mics_shard_size", lambda value: value > 0, "set it to -1"),
+    Row("zero_optimization.zenflow", _not(None), "leave the block out"),
+    Row(
+        "optimizer.type",
+        lambda name: name in _PLANNED_OPTIMIZERS,
+        "use Adam, AdamW, SGD, Adagrad or another optimizer of torch.optim",
+    ),
+    Row("scheduler.type", _not(None), "return the scheduler from configure_optimizers()"),
+    Row("fp16.fp16_master_weights_and_grads", _true, _SWITCH_OFF),
+    Row("bf16.immediate_grad_update", _true, _SWITCH_OFF),
+    Row("bf16.bf16_master_weights_and_grads", _true, _SWITCH_OFF),
+    Row("bf16.bf16_optimizer_states", _true, _SWITCH_OFF),
+    Row("amp.enabled", _true, "use fp16.enabled or Trainer(precision='16-mixed')"),
+    Row("torch_autocast.enabled", _true, "use bf16.enabled or Trainer(precision='bf16-mixed')"),
+    Row(
+        "data_types.grad_accum_dtype",
+        _not(None, "fp32"),
+        "gradients accumulate in fp32; leave it out",
+    ),
+    Row("data_types.buffer_dtype", _not(None), "buffers keep their type; leave it out"),
+    Row("managed_gradient_accumulation", lambda value: value is False, "use manual optimization"),
+    Row("prescale_gradients", _true, _SWITCH_OFF),
+    Row("gradient_predivide_factor", _not(1.0), "set it to 1.0"),
+    Row("gradient_allreduce_op", _not("mean"), "set it to 'mean'"),
+    Row("sparse_gradients", _true, _SWITCH_OFF),
+    Row("sequence_parallel_size", _above_one, "set it to 1"),
+    Row("sparse_attention", _not(None), "leave the block out"),
+    Row("activation_checkpointing", lambda block: block.is_on, "set all its switches to false"),
+    Row("curriculum_learning.enabled", _true, _SWITCH_OFF),
+    Row("data_efficiency.enabled", _true, _SWITCH_OFF),
+    Row("autotuning.enabled", _true, _SWITCH_OFF),
+    Row("elasticity.enabled", _true, _SWITCH_OFF),
+    Row("flops_profiler.enabled", _true, "use Lightning's profilers"),
+    Row("tensorboard.enabled", _true, _LOGGERS),
+    Row("csv_monitor.enabled", _true, _LOGGERS),
+    Row("wandb.enabled", _true, _LOGGERS),
+    Row("comet.enabled", _true, _LOGGERS),
+    Row("comms_logger.enabled", _true, _SWITCH_OFF),
+    Row("progressive_layer_drop.enabled", _true, _SWITCH_OFF),
+    Row("eigenvalue.enabled", _true, _SWITCH_OFF),
+    Row("checkpoint.load_universal", _true, "Lightning checkpoints resume at any world size"),
+)
+
+
+def unsupported(config: DeepSpeedConfig) -> list[tuple[str, str]]:
+    """(dotted key, message) of everything the configuration switches on that is not built yet."""
+    found = []
+    for row in PLANNED:
+        value = value_at(config, row.key)
+        if row.needs_it(value):
+            found.append((row.key, f"{_shown(value)}is not supported yet; {row.instead}"))
+    return found
+
+
+def _shown(value: Any) -> str:
+    """The value for the head of a sentence; a block has none worth showing."""
+    return "" if isinstance(value, Block) else f"{json.dumps(value)} "

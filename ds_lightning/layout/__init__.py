@@ -1,0 +1,1 @@
+"""Who owns which element: pure arithmetic over parameter names and shapes, without torch.distributed."""

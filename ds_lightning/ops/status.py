@@ -1,0 +1,37 @@
+"""What native code this installation has, for `ds-lightning doctor` and for bug reports."""
+
+from dataclasses import dataclass
+
+from ds_lightning.ops import native
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One native module: is it there, what does it do, and if not, why and what to do."""
+
+    name: str
+    purpose: str
+    available: bool
+    detail: str
+    fix: str = ""
+
+
+_PURPOSES = {
+    "_native": "CPU kernels; without them the slower Python references run",
+    "_cuda": "CUDA kernels; without them torch's own operations run on the GPU",
+}
+
+
+def status() -> list[Status]:
+    """One entry per native module, in a fixed order; never raises."""
+    return [_status_of(name, purpose) for name, purpose in _PURPOSES.items()]
+
+
+def _status_of(name: str, purpose: str) -> Status:
+    found = native.find(name)
+    if found.module is None:
+        return Status(name, purpose, False, f"{found.why_not}; searched {found.where}", found.fix)
+    detail = found.where
+    if name == "_cuda":
+        detail += f" (devices: {found.module.device_count()})"
+    return Status(name, purpose, True, detail)

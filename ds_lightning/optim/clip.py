@@ -1,0 +1,120 @@
+"""Gradient norms and clipping over shards: every element counted once, the same result on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ds_lightning.comm.agreement import Agreement
+from ds_lightning.comm.collectives import Pending
+from ds_lightning.optim.sharded import ShardedOptimizer
+
+
+class PendingNorm:
+    """A gradient norm whose sum over ranks is under way."""
+
+    def __init__(self, votes: torch.Tensor, pending: Pending, norm_type: float) -> None:
+        self._votes = votes
+        self._pending = pending
+        self._norm_type = norm_type
+
+    def value(self) -> float:
+        """The norm: inf or NaN when an element is. Waits, but does not communicate."""
+        self._pending.wait()
+        first = float(self._votes[0])
+        if math.isinf(self._norm_type):
+            return math.nan if self._votes[1] > 0 else first
+        return first ** (1.0 / self._norm_type)
+
+
+def start_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agreement) -> PendingNorm:
+    """Begin the norm of disjoint tensors spread over the ranks. Collective.
+
+    Args:
+        tensors: this rank's part.
+        norm_type: p, `inf` for the maximum.
+        agreement: to sum over ranks.
+    """
+    norms = torch._foreach_norm(list(tensors), norm_type) if tensors else []
+    local = torch.stack([n.double() for n in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+    if math.isinf(norm_type):
+        worst = local.max()
+        # MAX may drop NaNs, so they travel as a count of their own.
+        votes = torch.stack([worst.nan_to_num(nan=0.0, posinf=math.inf), worst.isnan().double()]).cpu()
+        return PendingNorm(votes, agreement.maximum(votes, "the gradient norm"), norm_type)
+    votes = local.pow(norm_type).sum().reshape(1).cpu()
+    return PendingNorm(votes, agreement.total(votes, "the gradient norm"), norm_type)
+
+
+def total_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agreement) -> float:
+    """Norm of disjoint tensors spread over the ranks, see `start_norm`. Collective."""
+    return start_norm(tensors, norm_type, agreement).value()
+
+
+class GradientNorms:
+    """Owns the global 2-norm of the last step's gradients: averaged, unscaled, before clipping."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._last: PendingNorm | None = None
+        self._fresh = False
+
+    def start(self, sharded: ShardedOptimizer) -> PendingNorm:
+        """The norm of an optimizer's gradients in this step; computed once, by the first to ask. Collective."""
+        if not self._fresh or self._last is None:
+            self._last = start_norm(sharded.reduced_gradients(owned=True), 2.0, self._agreement)
+            self._fresh = True
+        return self._last
+
+    def step_is_over(self) -> None:
+        """The next question is about other gradients."""
+        self._fresh = False
+
+    def last(self) -> float | None:
+        """The norm of the last step; None before the first."""
+        return None if self._last is None else self._last.value()
+
+
+def scale_(gradients: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply gradients in place."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def clip_by_norm(gradients: Sequence[torch.Tensor], max_norm: float, norm: float) -> None:
+    """Scale gradients of norm `norm` down to `max_norm`, with `torch.nn.utils.clip_grad_norm_`'s coefficient."""
+    coefficient = max_norm / (norm + 1e-6)
+    if not coefficient >= 1.0:  # NaN must reach the gradients, as it does in torch
+        scale_(gradients, coefficient)
+
+
+def clip_by_value(gradients: Sequence[torch.Tensor], value: float) -> None:
+    """Clamp every gradient element to `[-value, value]`."""
+    if gradients:
+        torch._foreach_clamp_min_(list(gradients), -value)
+        torch._foreach_clamp_max_(list(gradients), value)
+
+
+def unscale(gradients: Sequence[torch.Tensor], inverse_scale: float, agreement: Agreement) -> bool:
+    """Multiply gradients by `inverse_scale` and look for inf and NaN. Collective.
+
+    Returns:
+        Whether any rank found a non-finite gradient.
+    """
+    found = torch.zeros(1)
+    for device, members in _by_device(gradients).items():
+        flag = torch.zeros(1, device=device)
+        factor = torch.full((1,), inverse_scale, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, factor)
+        found += flag.cpu()
+    agreement.maximum(found, "whether a gradient overflowed").wait()
+    return bool(found.item())
+
+
+def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups

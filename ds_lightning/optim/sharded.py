@@ -1,0 +1,411 @@
+"""Runs a user's optimizer on this rank's elements.
+
+[Note: the user's optimizer object] Schedulers, callbacks and users hold the optimizer and its group dicts, so both stay.
+`group["params"]` keeps the user's parameters; for the duration of `step` it holds this rank's runs instead: one flat
+tensor per unit and group, so a step is a few large operations. `optimizer.state` is keyed by the runs. A run whose
+parameters stop having gradients alike (one is unused in this step) is cut into one run per parameter, because an
+optimizer must leave a parameter without a gradient alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_lightning.errors import CheckpointError, ConfigError
+from ds_lightning.layout.flat import Piece
+from ds_lightning.zero.reduce import UnitGradients
+
+GROUPS = 1 << 16
+"""Groups an optimizer may have: group `g` of optimizer `i` is number `i * GROUPS + g`, also when groups are added."""
+
+_SHARED_STATE = frozenset({"step", "mu_product", "eta", "mu"})
+"""0-dim states of torch's optimizers that belong to the parameter, not to its elements."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A range of one unit on which the optimizer steps as one tensor.
+
+    Attributes:
+        gradients: the unit's gradients (and through them its buffers).
+        group: index of the parameter group within the optimizer.
+        start: first element, in the unit.
+        stop: first element behind it.
+        slots: the slots of the unit that it overlaps, in order.
+        parameter: view of the unit's master values.
+    """
+
+    gradients: UnitGradients
+    group: int
+    start: int
+    stop: int
+    slots: tuple[int, ...]
+    parameter: nn.Parameter
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The reduced gradient of the run, a view, in the parameter's shape."""
+        gradients = self.gradients
+        assert gradients.grad is not None
+        offset = 0 if gradients.whole else gradients.buffers.owned[0]
+        return gradients.grad[self.start - offset : self.stop - offset].view(self.parameter.shape)
+
+    def overlap(self, slot: int) -> tuple[int, int]:
+        """The part of a slot in the run, in unit coordinates."""
+        place = self.gradients.unit.slots[slot]
+        return max(place.start, self.start), min(place.stop, self.stop)
+
+
+class ShardedOptimizer:
+    """Owns the runs of one optimizer and its state on this rank.
+
+    Args:
+        optimizer: the user's; its groups and itself stay the same objects.
+        first_group: index of its first group among the groups of all optimizers.
+        elementwise: whether it may step on slices; otherwise every run is one whole parameter.
+        tile: `sub_group_size`, the most elements in a run.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, first_group: int, elementwise: bool, tile: int = 2**63 - 1
+    ) -> None:
+        self.optimizer = optimizer
+        self.first_group = first_group
+        self.elementwise = elementwise
+        self.tile = tile
+        self.runs: list[Run] = []
+        self.units: tuple[UnitGradients, ...] = ()  # that have parameters of this optimizer; set by the engine
+        self._users: list[list[nn.Parameter]] | None = None
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Indices of its groups among the groups of all optimizers."""
+        return frozenset(range(self.first_group, self.first_group + GROUPS))
+
+    def user_params(self) -> list[list[nn.Parameter]]:
+        """The user's parameters, by group, also during a step."""
+        return self._users or [group["params"] for group in self.optimizer.param_groups]
+
+    # Runs -----------------------------------------------------------------------------------------------------------
+
+    def adopt(self, gradients: UnitGradients) -> None:
+        """Make runs for the part of a unit that this rank updates."""
+        buffers = gradients.buffers
+        for piece in gradients.unit.pieces(buffers.start, buffers.stop):
+            if piece.group not in self.groups:
+                continue
+            if self.elementwise:
+                for start in range(piece.start, piece.stop, self.tile):
+                    self.runs.append(self._run(gradients, piece, start, min(start + self.tile, piece.stop)))
+            else:
+                for slot in piece.slots:
+                    place = gradients.unit.slots[slot]
+                    whole = Piece(piece.group, place.start, place.stop, (slot,))
+                    run = self._run(gradients, whole, place.start, place.stop)
+                    run.parameter = nn.Parameter(run.parameter.detach().view(place.shape))
+                    self.runs.append(run)
+        self._import_user_state(gradients)
+
+    def drop(self, gradients: UnitGradients) -> None:
+        """Forget the runs of a unit and their state."""
+        for run in self.runs:
+            if run.gradients is gradients:
+                self.optimizer.state.pop(run.parameter, None)
+        self.runs = [run for run in self.runs if run.gradients is not gradients]
+
+    def _run(self, gradients: UnitGradients, piece: Piece, start: int, stop: int) -> Run:
+        slots = tuple(
+            index
+            for index in piece.slots
+            if gradients.unit.slots[index].start < stop and gradients.unit.slots[index].stop > start
+        )
+        offset = gradients.buffers.start
+        with torch.inference_mode(False):
+            parameter = nn.Parameter(gradients.buffers.master[start - offset : stop - offset])
+        return Run(gradients, piece.group - self.first_group, start, stop, slots, parameter)
+
+    def _split(self, run: Run) -> list[Run]:
+        """One run per parameter, with the state that belongs to it."""
+        state = self.optimizer.state.pop(run.parameter, {})
+        parts = []
+        for slot in run.slots:
+            start, stop = run.overlap(slot)
+            piece = Piece(run.group + self.first_group, start, stop, (slot,))
+            part = self._run(run.gradients, piece, start, stop)
+            if state:
+                self.optimizer.state[part.parameter] = {
+                    key: value[start - run.start : stop - run.start]
+                    if _per_element(value, run.parameter)
+                    else copy.deepcopy(value)
+                    for key, value in state.items()
+                }
+            parts.append(part)
+        return parts
+
+    def present_runs(self) -> list[Run]:
+        """The runs that have a gradient; cuts those of which only some parameters do."""
+        present: list[Run] = []
+        kept: list[Run] = []
+        for run in self.runs:
+            flags = [run.gradients.valid and run.gradients.present[slot] for slot in run.slots]
+            if all(flags):
+                kept.append(run)
+                present.append(run)
+            elif not any(flags):
+                kept.append(run)
+            else:
+                parts = self._split(run)
+                kept += parts
+                present += [part for part, flag in zip(parts, flags, strict=True) if flag]
+        self.runs = kept
+        return present
+
+    # Step -----------------------------------------------------------------------------------------------------------
+
+    def swap_in(self) -> bool:
+        """Put this rank's runs and gradients into the groups. Returns whether there is anything to step on."""
+        assert self._users is None, "step inside a step"
+        runs = self.present_runs()
+        groups = self.optimizer.param_groups
+        self._users = [group["params"] for group in groups]
+        chosen: list[list[nn.Parameter]] = [[] for _ in groups]
+        for run in runs:
+            run.parameter.grad = run.gradient
+            chosen[run.group].append(run.parameter)
+        for group, parameters in zip(groups, chosen, strict=True):
+            group["params"] = parameters
+        return bool(runs)
+
+    def swap_out(self) -> None:
+        """Put the user's parameters back. Safe to call twice, or after a failed step."""
+        if self._users is None:
+            return
+        for group, users in zip(self.optimizer.param_groups, self._users, strict=True):
+            group["params"] = users
+        self._users = None
+        for run in self.runs:
+            run.parameter.grad = None
+
+    @property
+    def swapped(self) -> bool:
+        """Whether a step is under way."""
+        return self._users is not None
+
+    def touched_units(self) -> list[int]:
+        """Indices of units with parameters of this optimizer that had a gradient on any rank, in order."""
+        groups = self.groups
+        found = []
+        for gradients in self.units:
+            slots = gradients.unit.slots
+            if gradients.valid and any(p and s.group in groups for p, s in zip(gradients.present, slots, strict=True)):
+                found.append(gradients.unit.index)
+        return sorted(found)
+
+    def reduced_gradients(self, owned: bool = False) -> list[torch.Tensor]:
+        """Views of the reduced gradients of this optimizer's parameters on this rank, as few as there can be.
+
+        Parameters without a gradient count as zeros. The cut does not depend on the stage or on how runs are split, so
+        sums over them are the same bits at every stage.
+
+        Args:
+            owned: only what this rank owns; at stage 0 every rank holds everything.
+        """
+        groups = self.groups
+        found = []
+        for gradients in self.units:
+            if not gradients.valid:
+                continue
+            assert gradients.grad is not None
+            chunk = gradients.buffers.owned
+            start, stop = (0, gradients.unit.numel) if gradients.whole and not owned else chunk
+            offset = 0 if gradients.whole else chunk[0]
+            found += [
+                gradients.grad[piece.start - offset : piece.stop - offset]
+                for piece in gradients.unit.pieces(start, stop)
+                if piece.group in groups
+            ]
+        return found
+
+    def has_gradients(self) -> bool:
+        """Whether any of its parameters has a gradient; the same on all ranks."""
+        return bool(self.touched_units())
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def _import_user_state(self, gradients: UnitGradients) -> None:
+        """Take over state that the optimizer made for the user's parameters (torch's Adagrad does in its constructor)."""
+        state = self.optimizer.state
+        taken = {}
+        for slot, parameter in zip(gradients.unit.slots, gradients.parameters, strict=True):
+            if slot.group in self.groups and state.get(parameter):
+                taken[slot.name] = state.pop(parameter)
+        if taken:
+            self.load_unit(gradients, taken)
+
+    def load_unit(self, gradients: UnitGradients, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the state of a unit's runs.
+
+        Args:
+            gradients: the unit.
+            states: by parameter name, in logical shapes; parameters without an entry have no state.
+        """
+        runs, self.runs = self.runs, []
+        for run in runs:
+            if run.gradients is not gradients:
+                self.runs.append(run)
+                continue
+            self.optimizer.state.pop(run.parameter, None)
+            found = [states.get(gradients.unit.slots[slot].name) for slot in run.slots]
+            parts = [run] if len(run.slots) == 1 or _mergeable(found) else self._split(run)
+            self.runs += parts
+            for part in parts:
+                self._load_run(part, states)
+
+    def _load_run(self, run: Run, states: Mapping[str, Mapping[str, Any]]) -> None:
+        unit = run.gradients.unit
+        state: dict[str, Any] = {}
+        first = states.get(unit.slots[run.slots[0]].name)
+        if not first:
+            return
+        group = self.optimizer.param_groups[run.group]
+        for key, value in first.items():
+            if not belongs_to_elements(key, value, unit.slots[run.slots[0]].shape):
+                value = copy.deepcopy(value)
+                if key == "step" and torch.is_tensor(value) and (group.get("fused") or group.get("capturable")):
+                    value = value.to(device=run.parameter.device, dtype=torch.float32)
+                state[key] = value
+                continue
+            dtype = run.parameter.dtype if value.is_floating_point() else value.dtype
+            with torch.inference_mode(False):
+                target = torch.zeros(run.parameter.shape, dtype=dtype, device=run.parameter.device)
+            for slot in run.slots:
+                place = unit.slots[slot]
+                start, stop = run.overlap(slot)
+                source = states[place.name][key].reshape(-1)[start - place.start : stop - place.start]
+                target.view(-1)[start - run.start : stop - run.start].copy_(source)
+            state[key] = target
+        self.optimizer.state[run.parameter] = state
+
+    def unit_state(self, gradients: UnitGradients) -> dict[str, dict[str, Any]]:
+        """State of a unit's runs on this rank: by parameter name and key, a `(start, values)` pair with `start` in the
+        unit for states that belong to elements, else the value itself.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for run in self.runs:
+            state = self.optimizer.state.get(run.parameter)
+            if run.gradients is not gradients or not state:
+                continue
+            for slot in run.slots:
+                start, stop = run.overlap(slot)
+                entry = found.setdefault(gradients.unit.slots[slot].name, {})
+                for key, value in state.items():
+                    if _per_element(value, run.parameter):
+                        entry[key] = (start, value.reshape(-1)[start - run.start : stop - run.start])
+                    else:
+                        entry[key] = value
+        return found
+
+    def load_groups(self, saved: list[dict[str, Any]]) -> None:
+        """Take over hyper-parameters of saved groups.
+
+        Raises:
+            CheckpointError: when the groups do not fit.
+        """
+        groups = self.optimizer.param_groups
+        sizes = [len(params) for params in self.user_params()]
+        found = [len(group["params"]) for group in saved]
+        if sizes != found:
+            raise CheckpointError(
+                f"The optimizer state in the checkpoint has groups of {found} parameters, but "
+                f"{type(self.optimizer).__name__} has groups of {sizes}. It belongs to another model or optimizer; load "
+                "the weights alone, or build the same groups."
+            )
+        for group, values in zip(groups, saved, strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of optimizer state on this rank."""
+        return sum(
+            value.nbytes
+            for run in self.runs
+            for value in self.optimizer.state.get(run.parameter, {}).values()
+            if torch.is_tensor(value)
+        )
+
+
+def _per_element(value: Any, parameter: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == parameter.shape and value.ndim > 0
+
+
+def belongs_to_elements(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a saved state has one value per element of a parameter of `shape`."""
+    return torch.is_tensor(value) and value.shape == shape and (value.ndim > 0 or key not in _SHARED_STATE)
+
+
+def _mergeable(states: Iterable[Mapping[str, Any] | None]) -> bool:
+    """Whether parameters with these states can go on as one run."""
+    states = list(states)
+    first = states[0]
+    for other in states[1:]:
+        if (first is None) != (other is None):
+            return False
+        if first is None or other is None:
+            continue
+        if first.keys() != other.keys():
+            return False
+        for key, value in first.items():
+            twin = other[key]
+            scalar = not torch.is_tensor(value) or value.ndim == 0
+            if scalar and key in _SHARED_STATE | {k for k in first if not torch.is_tensor(first[k])} and value != twin:
+                return False
+    return True
+
+
+@contextmanager
+def swapped(sharded: ShardedOptimizer) -> Iterator[bool]:
+    """The optimizer's groups hold this rank's runs inside."""
+    try:
+        yield sharded.swap_in()
+    finally:
+        sharded.swap_out()
+
+
+def check_optimizers(
+    optimizers: list[torch.optim.Optimizer], known: Mapping[int, str], parameter_name: Callable[[nn.Parameter], str]
+) -> None:
+    """Refuse what cannot be sharded: empty optimizers, foreign parameters, a parameter in two places.
+
+    Args:
+        optimizers: the user's.
+        known: name by `id` of every parameter of the module.
+        parameter_name: for messages.
+    """
+    problems = []
+    owner: dict[int, str] = {}
+    for place, optimizer in enumerate(optimizers):
+        title = f"optimizer {place} ({type(optimizer).__name__})"
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not parameters:
+            problems.append(f"{title} has no parameters; give it some, or do not return it from configure_optimizers")
+        for parameter in parameters:
+            if id(parameter) not in known:
+                problems.append(
+                    f"{title} holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the module; "
+                    "register it on the LightningModule"
+                )
+            elif id(parameter) in owner:
+                problems.append(
+                    f"parameter {parameter_name(parameter)} is in {owner[id(parameter)]} and in {title}; each may be in "
+                    "one optimizer only, once"
+                )
+            owner.setdefault(id(parameter), title)
+    if problems:
+        raise ConfigError("The optimizers cannot be sharded:\n  " + "\n  ".join(problems))

@@ -1,0 +1,795 @@
+"""`ZeroStrategy`: ZeRO stages 0-3 as a Lightning strategy. Life cycle only; the engine does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from ds_lightning.checkpoint import lightning_io, state
+from ds_lightning.config import Facts, ResolvedConfig, load, resolve
+from ds_lightning.config.problems import Problem, raise_all
+from ds_lightning.config.resolve import try_resolve
+from ds_lightning.config.source import read
+from ds_lightning.errors import CheckpointError, ConfigError
+from ds_lightning.layout.flat import LayoutOptions
+from ds_lightning.layout.units import LeafModules
+from ds_lightning.optim.from_config import build_optimizer
+from ds_lightning.precision.loss_scale import LossScaleOptions
+from ds_lightning.precision.plugin import ZeroPrecision
+from ds_lightning.topology import Topology
+from ds_lightning.trainer_facts import collect_facts
+from ds_lightning.zero import access
+from ds_lightning.zero.engine import ZeroEngine
+from ds_lightning.zero.init import ShardedConstruction
+from ds_lightning.zero.options import COMM_DTYPES, EngineOptions
+from ds_lightning.zero.plan import StagePlan
+from ds_lightning.zero.reduce import ReduceOptions
+from ds_lightning.zero.skip import hold_on_skip
+
+_DDP_ONLY = ("static_graph", "gradient_as_bucket_view", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+
+
+class ZeroStrategy(DDPStrategy):
+    """Shards optimizer states, gradients and parameters over ranks (ZeRO, arXiv:1910.02054), on CPUs and GPUs.
+
+    Any `LightningModule` trains as under DDP, with the same numbers; it is not wrapped, `strategy.model` is the module.
+
+    Args:
+        stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too. None takes the configuration's,
+            or 2 when there is no configuration.
+        config: a ds_config: path of a JSON/HJSON file, dict, DictConfig or base64 text.
+        offload_optimizer: "none", "cpu" or "nvme"; None takes the configuration's.
+        offload_param: as `offload_optimizer`, for parameters (stage 3).
+        nvme_path: directory of swap files.
+        checkpoint: "full" writes one plain Lightning file.
+        exclude_frozen: leave parameters that need no gradient out of checkpoints.
+        accelerator: as in every Lightning strategy.
+        parallel_devices: as in every Lightning strategy.
+        cluster_environment: as in every Lightning strategy.
+        checkpoint_io: as in every Lightning strategy.
+        precision_plugin: one of Lightning's, or `ZeroPrecision`.
+        process_group_backend: "gloo" or "nccl"; None chooses by device.
+        timeout: bound of every collective: a rank that is missing for longer is an error that names it.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+
+    Raises:
+        ConfigError: for anything wrong in the configuration, all of it in one message.
+    """
+
+    strategy_name = "dszero"
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
+        offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
+        offload_param: Literal["none", "cpu", "nvme"] | None = None,
+        nvme_path: str | Path | None = None,
+        checkpoint: Literal["full", "sharded"] = "full",
+        exclude_frozen: bool = False,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_options: Any,
+    ) -> None:
+        _refuse_ddp_options(ddp_options)
+        if checkpoint not in ("full", "sharded"):
+            raise ConfigError(f"checkpoint={checkpoint!r} does not exist. Use 'full'.")
+        if checkpoint == "sharded":
+            raise ConfigError("checkpoint='sharded' is not supported yet. Use 'full'.")
+        self._stage = stage
+        self._parsed = load(_with_offload(config, offload_optimizer, offload_param, nvme_path))
+        self._check_early()
+        self._exclude_frozen = exclude_frozen
+        self._engine: ZeroEngine | None = None
+        self._topology: Topology | None = None
+        self._resolved: ResolvedConfig | None = None
+        self._construction: ShardedConstruction | None = None
+        self._used = False
+        self._failed = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    def _check_early(self) -> None:
+        """What needs no Trainer is checked before there are processes."""
+        known = try_resolve(self._parsed, Facts(stage=self._stage)).problems
+        certain = [problem for problem in known if problem.key not in self._parsed.autos]
+        raise_all([*(Problem(*item) for item in self._parsed.unsupported), *certain], self._parsed.source)
+
+    # What users read ------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The configuration in force; attributes are named as the ds_config keys. Complete once a run is set up."""
+        return self._resolved or try_resolve(self._parsed, Facts(stage=self._stage)).resolved
+
+    @property
+    def engine(self) -> ZeroEngine | None:
+        """The runtime of the module that is being trained; None before set-up."""
+        return self._engine
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next backward; 1 without loss scaling. Equal on all ranks."""
+        plugin = self.precision_plugin
+        return plugin.loss_scale if isinstance(plugin, ZeroPrecision) else 1.0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because gradients overflowed. Equal on all ranks."""
+        plugin = self.precision_plugin
+        return plugin.skipped_steps if isinstance(plugin, ZeroPrecision) else 0
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """Global 2-norm of the gradients of the last step: averaged, unscaled, before clipping; None before the first.
+
+        Equal on all ranks; reading it does not communicate.
+        """
+        return self._engine.norms.last() if self._engine is not None else None
+
+    def model_state_bytes(self) -> int:
+        """Bytes of parameters, reduced gradients and optimizer states that this rank holds between steps."""
+        return self._engine.model_state_bytes() if self._engine is not None else 0
+
+    # Plugins --------------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision; always the same object once it is known."""
+        if self._precision_plugin is None:
+            self.precision_plugin = Precision()
+        plugin: Precision = self._precision_plugin
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # Lightning's connector makes its own plugins from the Trainer's flag and cannot be taught ours, so whatever it
+        # assigns is converted here.
+        self._precision_plugin = None if plugin is None else self._to_zero_precision(plugin)
+
+    def _to_zero_precision(self, plugin: Precision) -> Precision:
+        if isinstance(plugin, ZeroPrecision):
+            self._check_precision(plugin.precision)
+            return plugin
+        converted = ZeroPrecision.from_lightning(plugin)
+        if not isinstance(converted, ZeroPrecision):
+            return converted
+        wanted = self._parsed.precision()
+        name = converted.precision
+        if name == "32-true" and wanted is not None:
+            name = wanted  # Lightning's default cannot be told from an explicit 32-true
+        self._check_precision(name)
+        fp16, bf16 = self._parsed.config.fp16, self._parsed.config.bf16
+        device = getattr(plugin, "device", None)
+        return ZeroPrecision(
+            name,
+            fp16=_loss_scale_options(fp16),
+            cast_inputs=fp16.auto_cast is True and name == "16-mixed",
+            check_grad_overflow=bf16.check_grad_overflow is True and name.startswith("bf16"),
+            device=device,
+        )
+
+    def _check_precision(self, name: str) -> None:
+        wanted = self._parsed.precision()
+        if wanted is not None and name.partition("-")[0] != wanted.partition("-")[0]:
+            block = "fp16" if wanted == "16-mixed" else "bf16"
+            raise ConfigError(
+                f"The configuration has {block}.enabled, which is precision={wanted!r}, but the Trainer asks for {name!r}. "
+                f"Pass Trainer(precision={wanted!r}), or drop {block} from the configuration."
+            )
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads checkpoint files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = lightning_io.ZeroCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = lightning_io.ZeroCheckpointIO()
+        io: CheckpointIO = self._checkpoint_io
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    # Set-up ---------------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        if self._used:
+            raise ConfigError(
+                "This ZeroStrategy belongs to another Trainer already. Make a new strategy object for each Trainer."
+            )
+        self._used = True
+        devices = {device.type for device in self.parallel_devices or ()}
+        if not devices <= {"cpu", "cuda"}:
+            raise ConfigError(
+                f"ZeroStrategy runs on CPUs and CUDA GPUs, not on {', '.join(sorted(devices))}. Use "
+                "Trainer(accelerator='cpu') or accelerator='gpu'."
+            )
+        super()._configure_launcher()
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Called with the module of each run; a module that is sharded already stays so."""
+        super().connect(model)
+        if self._engine is not None and self._engine.module is not model:
+            self._engine = None
+
+    def setup_environment(self) -> None:
+        """Create the process groups; the same on all ranks, once."""
+        super().setup_environment()
+        if self._topology is None:
+            assert self.cluster_environment is not None
+            expected = self.num_nodes * self.num_processes
+            timeout = self._timeout or default_pg_timeout
+            self._topology = (
+                Topology.create(self.root_device, timeout, expected)
+                if _distributed_is_initialized()
+                else Topology.single(self.root_device)
+            )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module, and in `fit` its optimizers."""
+        assert self.accelerator is not None
+        assert isinstance(self.model, pl.LightningModule)
+        self.accelerator.setup(trainer)
+        self._failed = False
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        module = self.model
+        _refuse_callbacks(trainer, self.config.zero_optimization.stage)
+        if self._engine is None:
+            self._adopt(module)
+            if fitting and self._layer_sync is not None:
+                module = self._layer_sync.apply(module)
+            converted = self.precision_plugin.convert_module(module)
+            assert isinstance(converted, pl.LightningModule)
+            self.model = module = converted
+        if fitting:
+            self.setup_optimizers(trainer)
+        self._resolve(trainer, module)
+        self._build(module, fitting)
+        if isinstance(self.precision_plugin, ZeroPrecision):
+            self.precision_plugin.attach(self._engine)
+        self.setup_precision_plugin()
+        if fitting:
+            self._hold_schedulers()
+            _optimizers_to_device([o for o in self.optimizers if self.root_device.type != "cpu"], self.root_device)
+
+    def _adopt(self, module: pl.LightningModule) -> None:
+        """A module that another strategy object sharded becomes a plain one first."""
+        for parameter in module.parameters():
+            other = access.engine_of(parameter)
+            if other is not None:
+                other.dissolve()
+                access.forget(other)
+
+    def _resolve(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        name = str(self.precision_plugin.precision)
+        facts = collect_facts(trainer, module, self._stage, name, self.optimizers)
+        self._resolved = resolve(self._parsed, facts)
+        for note in self._resolved.notes:
+            rank_zero_info(f"ds_lightning: {note}")
+        clipping = self._resolved.gradient_clipping
+        if clipping and trainer.gradient_clip_val is None and trainer.state.fn == TrainerFn.FITTING:
+            if not module.automatic_optimization:
+                raise ConfigError(
+                    f"gradient_clipping={clipping:g} in the configuration, but {type(module).__name__} optimizes manually, "
+                    "where Lightning does not clip. Call self.clip_gradients(optimizer, gradient_clip_val=...) before "
+                    "each step and drop gradient_clipping from the configuration."
+                )
+            trainer.gradient_clip_val = clipping
+
+    def _build(self, module: pl.LightningModule, fitting: bool) -> None:
+        assert self._topology is not None
+        assert self._resolved is not None
+        plan = StagePlan.of(self._resolved.zero_optimization.stage)
+        if self._engine is not None:
+            if fitting:
+                self._engine.set_optimizers(self.optimizers)
+            return
+        _move_all_but_parameters(module, self.root_device)
+        if not fitting and not plan.shard_params:
+            # Nothing to shard without optimizers: a plain module, equal on all ranks.
+            self.model_to_device()
+            _from_rank_zero(module, self._topology)
+            return
+        read = self._construction.read if self._construction is not None else None
+        self._engine = ZeroEngine(module, self.optimizers, self._topology, plan, self._options(self._resolved), read)
+        access.remember(self._engine)
+        if self._construction is not None:
+            self._construction.finish()
+            self._construction = None
+
+    def _options(self, resolved: ResolvedConfig) -> EngineOptions:
+        zero = resolved.zero_optimization
+        given = resolved.given
+
+        def chosen(key: str) -> int | None:
+            """A limit that the user set; the reference's defaults are made for models of billions of parameters."""
+            return int(getattr(zero, key)) if f"zero_optimization.{key}" in given else None
+
+        plugin = self.precision_plugin
+        dtype = resolved.communication_data_type
+        return EngineOptions(
+            layout=LayoutOptions(
+                param_persistence_threshold=int(zero.stage3_param_persistence_threshold),
+                model_persistence_threshold=int(zero.stage3_model_persistence_threshold),
+                round_robin=bool(zero.round_robin_gradients) and zero.stage in (1, 2),
+            ),
+            leaves=LeafModules(
+                tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
+            ),
+            reduce=ReduceOptions(
+                dtype=COMM_DTYPES[dtype] if dtype else None,
+                piece=max(1, int(zero.reduce_bucket_size)),
+                # At stages below 3 the reference's default is no overlap, which has no advantage here.
+                overlap=bool(zero.overlap_comm) or "zero_optimization.overlap_comm" not in given,
+                ignore_unused=bool(zero.ignore_unused_parameters),
+            ),
+            dtypes=plugin.dtypes if isinstance(plugin, ZeroPrecision) else EngineOptions().dtypes,
+            allgather_piece=max(1, int(zero.allgather_bucket_size)),
+            tile=max(1, int(zero.sub_group_size)),
+            prefetch=chosen("stage3_prefetch_bucket_size"),
+            max_live=int(zero.stage3_max_live_parameters),
+            max_reuse_distance=chosen("stage3_max_reuse_distance"),
+            allow_untested_optimizer=bool(resolved.zero_allow_untested_optimizer),
+        )
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Call `configure_optimizers`; an optimizer of the configuration takes the place of one that is missing."""
+        module = self.lightning_module
+        assert module is not None
+        block = self._parsed.config.optimizer
+        automatic = all(value == "auto" for value in (block.params or {}).values())
+        if block.type is None:
+            self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+            return
+        made = module.configure_optimizers() if _overrides_configure_optimizers(module) else None
+        if made is not None:
+            if not automatic:
+                raise ConfigError(
+                    f"Both the configuration (optimizer.type={block.type}) and {type(module).__name__}."
+                    "configure_optimizers make an optimizer. Drop one of the two: return None from configure_optimizers, "
+                    "or remove the optimizer block (values that are all 'auto' may stay)."
+                )
+            self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
+            return
+        facts = collect_facts(trainer, module, self._stage, str(self.precision_plugin.precision), [])
+        params = resolve(self._parsed, facts).optimizer.params or {}
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.optimizers, self.lr_scheduler_configs = [build_optimizer(block.type, params, parameters)], []
+
+    def _hold_schedulers(self) -> None:
+        plugin = self.precision_plugin
+        if isinstance(plugin, ZeroPrecision) and (plugin.loss_scaler is not None or plugin.check_grad_overflow):
+            for config in self.lr_scheduler_configs:
+                if config.interval == "step":
+                    hold_on_skip(config.scheduler, lambda: plugin.last_step_skipped)
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped."""
+
+    def on_train_start(self) -> None:
+        """The training data is known now: compare its batch size with the configuration."""
+        assert self.lightning_module is not None
+        if self._parsed.given or self._parsed.autos:
+            trainer = self.lightning_module.trainer
+            name = str(self.precision_plugin.precision)
+            facts = collect_facts(trainer, self.lightning_module, self._stage, name, self.optimizers)
+            self._resolved = resolve(self._parsed, facts)
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Parameters made in `configure_model` are made on CPU at stage 3, and sharded before they move."""
+        if self.config.zero_optimization.stage >= 3:
+            return self.precision_plugin.tensor_init_context()
+        context: AbstractContextManager[Any] = super().tensor_init_context(empty_init)
+        return context
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """At stage 3, blocks built inside are sharded as soon as they are complete: no rank ever holds the model whole."""
+        stage = self.config.zero_optimization.stage
+        if stage < 3 or self._engine is not None or self._topology is None or self._topology.world_size == 1:
+            yield
+            return
+        assert self.lightning_module is not None
+        if self._construction is None:
+            self._construction = ShardedConstruction(self.lightning_module, self._topology)
+        with self._construction.building():
+            yield
+
+    # Loop -----------------------------------------------------------------------------------------------------------
+
+    def _scope(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._engine is None else self._engine.step_scope()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `training_step`."""
+        with self._scope():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `validation_step`."""
+        with self._scope():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `test_step`."""
+        with self._scope():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `predict_step`."""
+        with self._scope():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Entered by Lightning around micro-batches that do not end an accumulation window."""
+        with nullcontext() if self._engine is None else self._engine.no_sync():
+            yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Nothing: the precision plugin brackets backward."""
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Nothing: the precision plugin brackets backward."""
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One step: see `ZeroPrecision.optimizer_step`."""
+        module = model or self.lightning_module
+        return self.precision_plugin.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+
+    def _begin_evaluation(self) -> None:
+        if self._engine is not None:
+            self._engine.begin_evaluation()
+
+    def _end_evaluation(self) -> None:
+        if self._engine is not None:
+            self._engine.end_evaluation()
+
+    def on_validation_start(self) -> None:
+        """An evaluation loop begins."""
+        self._begin_evaluation()
+
+    def on_validation_end(self) -> None:
+        """An evaluation loop is over."""
+        self._end_evaluation()
+
+    def on_test_start(self) -> None:
+        """An evaluation loop begins."""
+        self._begin_evaluation()
+
+    def on_test_end(self) -> None:
+        """An evaluation loop is over."""
+        self._end_evaluation()
+
+    def on_predict_start(self) -> None:
+        """An evaluation loop begins."""
+        self._begin_evaluation()
+
+    def on_predict_end(self) -> None:
+        """An evaluation loop is over."""
+        self._end_evaluation()
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's `state_dict` with full fp32 values on rank 0, empty elsewhere. Collective."""
+        module = self.lightning_module
+        assert module is not None
+        engine = self._engine
+        if engine is None:
+            return _strip_compiled(module.state_dict())
+        self._rendezvous("saving a checkpoint")
+        values = state.full_parameters(engine)
+        with engine.collected(values):
+            found = module.state_dict()
+        if not self.is_global_zero:
+            return {}
+        if self._exclude_frozen:
+            frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+            found = {key: value for key, value in found.items() if key not in frozen}
+        return _strip_compiled(found)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state in torch's own format and logical shapes on rank 0, empty elsewhere. Collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self._engine is None:
+            return dict(super().optimizer_state(optimizer))
+        return state.full_optimizer_state(self._engine, self._engine.sharded(optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write on rank 0. Collective: if it fails there, every rank raises.
+
+        Raises:
+            CheckpointError: when it cannot be written.
+        """
+        if not str(filepath or ""):
+            raise CheckpointError("No path for the checkpoint was given.")
+        problem: str | None = None
+        if self.is_global_zero:
+            checkpoint["ds_lightning"] = self._metadata()
+            try:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            except (CheckpointError, OSError, RuntimeError) as error:
+                problem = str(error)
+        if self._engine is not None:
+            problem = self._engine.agreement.from_rank(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _metadata(self) -> dict[str, Any]:
+        """What a reader may want to know; plain data, and not needed for loading."""
+        engine, module = self._engine, self.lightning_module
+        assert module is not None
+        excluded = [n for n, p in module.named_parameters() if not p.requires_grad] if self._exclude_frozen else []
+        names: list[list[str]] = []
+        if engine is not None:
+            names = [
+                [engine.name_of(parameter) for group in sharded.user_params() for parameter in group]
+                for sharded in engine.optimizers
+            ]
+        return {
+            "version": 1,
+            "stage": self.config.zero_optimization.stage,
+            "world_size": self.world_size,
+            "precision": str(self.precision_plugin.precision),
+            "skipped_steps": self.skipped_steps,
+            "excluded_parameters": excluded,
+            "optimizer_parameter_names": names,
+        }
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a full checkpoint; tensors of local files stay in the file until they are copied."""
+        io = self.checkpoint_io
+        inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+        if isinstance(inner, lightning_io.ZeroCheckpointIO):
+            return inner.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return dict(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights; each rank keeps what it owns.
+
+        Raises:
+            CheckpointError: when keys or shapes do not fit, before anything is changed.
+        """
+        module = self.lightning_module
+        assert module is not None
+        saved = _align_compiled(checkpoint["state_dict"], module)
+        excluded = set(checkpoint.get("ds_lightning", {}).get("excluded_parameters", ()))
+        if strict:
+            _check_keys(module, saved, excluded)
+        with self._loading():
+            module.load_state_dict(saved, strict=strict and not excluded)
+
+    def _loading(self) -> AbstractContextManager[Any]:
+        if self._engine is not None:
+            return self._engine.loading()
+        return nullcontext() if self._construction is None else self._construction.building()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states; each rank keeps what it owns."""
+        saved = checkpoint["optimizer_states"]
+        if self._engine is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        if len(saved) != len(self.optimizers):
+            raise CheckpointError(
+                f"The checkpoint has states of {len(saved)} optimizers, configure_optimizers makes {len(self.optimizers)}."
+            )
+        names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or [None] * len(saved)
+        for optimizer, entry, order in zip(self.optimizers, saved, names, strict=False):
+            state.load_optimizer_state(self._engine, self._engine.sharded(optimizer), entry, order)
+
+    def _rendezvous(self, what: str) -> None:
+        assert self._engine is not None
+        if self._failed:
+            raise CheckpointError("This job has failed: a sharded model cannot be gathered any more.")
+        self._engine.agreement.rendezvous(
+            what, "Call trainer.save_checkpoint on all ranks, not only where trainer.is_global_zero."
+        )
+
+    # End ------------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Communicate no more: other ranks may be gone."""
+        self._failed = True
+        if self._engine is not None:
+            self._engine.abort()
+
+    def teardown(self) -> None:
+        """Leave the module sharded, for saving and evaluation after `fit`; idempotent, and safe after a failure."""
+        if self._engine is not None:
+            self._engine.end_evaluation()
+        if self._precision_plugin is not None:
+            self._precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Process groups and engines belong to a process."""
+        values: dict[str, Any] = super().__getstate__()
+        return {**values, "_engine": None, "_topology": None, "_construction": None}
+
+
+def _refuse_ddp_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name == "find_unused_parameters":
+            rank_zero_info("ds_lightning: find_unused_parameters is not needed, unused parameters are always allowed.")
+        elif name in _DDP_ONLY:
+            raise ConfigError(
+                f"{name}={value!r} is an option of DistributedDataParallel, which ZeroStrategy does not use."
+            )
+        else:
+            raise ConfigError(f"ZeroStrategy has no argument {name!r}. Keys of a ds_config go into config=.")
+
+
+def _with_offload(
+    config: Any,
+    optimizer: str | None,
+    param: str | None,
+    nvme_path: str | Path | None,
+) -> Any:
+    """The configuration with the constructor's offload arguments in it."""
+    wanted = {"offload_optimizer": optimizer, "offload_param": param}
+    wanted = {key: device for key, device in wanted.items() if device is not None}
+    if not wanted and nvme_path is None:
+        return config
+    merged = dict(read(config).data)
+    zero = dict(merged.get("zero_optimization") or {})
+    for key, device in wanted.items():
+        block = dict(zero.get(key) or {})
+        if block.get("device", device) != device:
+            raise ConfigError(f"{key}={device!r} as an argument, but {block['device']!r} in the configuration.")
+        zero[key] = {**block, "device": device}
+        if nvme_path is not None and device == "nvme":
+            zero[key]["nvme_path"] = str(nvme_path)
+    return {**merged, "zero_optimization": zero}
+
+
+def _loss_scale_options(block: Any) -> LossScaleOptions:
+    names = LossScaleOptions.__dataclass_fields__
+    return LossScaleOptions(
+        **{name: getattr(block, name) for name in names if getattr(block, name) not in ("auto", None)}
+    )
+
+
+def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
+    return type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
+
+
+def _refuse_callbacks(trainer: pl.Trainer, stage: int) -> None:
+    """Callbacks that copy or prune whole parameters cannot work on shards."""
+    if stage < 3:
+        return
+    names = {"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        bad = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in names), None)
+        if bad is not None:
+            raise ConfigError(
+                f"The callback {bad} copies or prunes whole parameters, which no rank holds at "
+                "zero_optimization.stage=3. Use stage 0, 1 or 2 with it."
+            )
+
+
+def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move buffers and metrics; parameters move when they are sharded, one unit at a time."""
+    if device.type == "cpu":
+        return
+    from torchmetrics import Metric
+
+    for child in module.modules():
+        if isinstance(child, Metric):
+            child.to(device)
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to(device)
+        if hasattr(child, "_device"):
+            child._device = device
+
+
+def _from_rank_zero(module: nn.Module, topology: Topology) -> None:
+    if topology.world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.numel():
+                values = tensor.detach().contiguous()
+                torch.distributed.broadcast(values, group_src=0, group=topology.data_group)
+                tensor.copy_(values)
+
+
+_COMPILED = "_orig_mod."
+
+
+def _strip_compiled(values: dict[str, Any]) -> dict[str, Any]:
+    """Names without the marks of compiled sub-modules, so that the file loads anywhere."""
+    if not any(_COMPILED in key for key in values):
+        return values
+    return {key.replace(_COMPILED, ""): value for key, value in values.items()}
+
+
+def _align_compiled(saved: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Saved names as this module spells them."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    if not any(_COMPILED in name for name in (*names, *saved)):
+        return saved
+    spelt = {name.replace(_COMPILED, ""): name for name in names}
+    return {spelt.get(key.replace(_COMPILED, ""), key): value for key, value in saved.items()}
+
+
+def _check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) -> None:
+    """Compare a state with a module without changing either.
+
+    Raises:
+        CheckpointError: naming missing and unexpected keys and other shapes.
+    """
+    if type(module).load_state_dict not in (nn.Module.load_state_dict, pl.LightningModule.load_state_dict):
+        return  # the user's own way of loading
+    if any(child._load_state_dict_pre_hooks for child in module.modules()):
+        return  # keys may still be renamed
+    shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+    problems = [
+        f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(shape)} in the model"
+        for name, shape in shapes.items()
+        if torch.is_tensor(saved.get(name)) and saved[name].shape != shape
+    ]
+    problems += [f"{name}: missing in the checkpoint" for name in shapes if name not in saved and name not in optional]
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    known = set(shapes) | buffers
+    plain = all(
+        type(child)._save_to_state_dict is nn.Module._save_to_state_dict
+        and type(child).get_extra_state is nn.Module.get_extra_state
+        for child in module.modules()
+    )
+    if plain:
+        problems += [f"{name}: not in the model" for name in saved if name not in known]
+    if problems:
+        shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
+        raise CheckpointError(
+            f"The checkpoint does not fit {type(module).__name__}; nothing was loaded:\n  {shown}\n"
+            "It belongs to another model, or set `strict_loading = False` on the module."
+        )

@@ -1,0 +1,62 @@
+"""Ranks and process groups: built once per process set, passed on as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_lightning.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks that share one model, and the groups in which they talk.
+
+    Attributes:
+        rank: global rank; also the index of the shard that this rank owns.
+        world_size: number of ranks, and of shards.
+        device: where parameters live.
+        data_group: carries parameters and gradients. None when there is a single rank.
+        control_group: gloo, carries small agreements; its order never depends on that of `data_group`.
+        timeout: after it a collective that does not complete is an error.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    data_group: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup | None
+    timeout: timedelta
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> Topology:
+        """One rank, no process groups."""
+        return cls(0, 1, torch.device(device), None, None, timedelta(minutes=30))
+
+    @classmethod
+    def create(cls, device: torch.device, timeout: timedelta, expected_world_size: int | None = None) -> Topology:
+        """Build the groups. Collective over the default group, which must exist.
+
+        Args:
+            device: where parameters live.
+            timeout: bound of every collective in the new groups.
+            expected_world_size: what the launcher promised.
+
+        Raises:
+            TopologyError: when the existing default group has another size than promised.
+        """
+        world_size = dist.get_world_size()
+        if expected_world_size is not None and expected_world_size != world_size:
+            raise TopologyError(
+                f"The process group that exists already has {world_size} ranks, but {expected_world_size} were asked "
+                "for (devices * num_nodes). It was created before this Trainer; ask for the same number of ranks, or "
+                "start a new process."
+            )
+        # Own groups: traffic of the default group (logging, Lightning's per-batch flags) never queues behind ours, and
+        # `new_group` ignores the default group's timeout unless it is given.
+        data = dist.new_group(timeout=timeout)
+        control = dist.new_group(timeout=timeout, backend="gloo")
+        return cls(dist.get_rank(), world_size, device, data, control, timeout)

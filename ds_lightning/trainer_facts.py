@@ -1,0 +1,110 @@
+"""What a Trainer and a LightningModule say about a run, as the facts a configuration is reconciled with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from ds_lightning.config import Facts
+
+
+def collect_facts(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    stage: int | None,
+    precision: str,
+    optimizers: list[torch.optim.Optimizer],
+) -> Facts:
+    """Gather facts without creating dataloaders or anything else.
+
+    Args:
+        trainer: the Trainer of the run.
+        module: its module.
+        stage: what `ZeroStrategy(stage=...)` says.
+        precision: name of the precision in use.
+        optimizers: what `configure_optimizers` returned.
+    """
+    return Facts(
+        world_size=trainer.world_size,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=_algorithm(trainer),
+        clip_is_default=trainer.gradient_clip_val is None,
+        precision=precision,
+        micro_batch_size=micro_batch_size(trainer, module),
+        max_steps=_estimated_steps(trainer),
+        hidden_size=_hidden_size(module),
+        optimizer_defaults=_optimizer_defaults(module, optimizers),
+        has_optimizer=bool(optimizers),
+        stage=stage,
+    )
+
+
+def _algorithm(trainer: pl.Trainer) -> str | None:
+    value = trainer.gradient_clip_algorithm
+    return None if value is None else str(getattr(value, "value", value))
+
+
+def micro_batch_size(trainer: pl.Trainer, module: pl.LightningModule) -> int | None:
+    """Batch size of the training data on one rank, as far as it is known without building a dataloader."""
+    source = trainer.fit_loop._data_source.instance
+    candidates: list[Any] = [
+        getattr(trainer, "train_dataloader", None),
+        source,
+        getattr(trainer, "datamodule", None),
+        module,
+    ]
+    for candidate in candidates:
+        size = _batch_size_of(candidate)
+        if size is not None:
+            return size
+    return None
+
+
+def _batch_size_of(source: Any) -> int | None:
+    sampler = getattr(source, "batch_sampler", None)
+    hparams = getattr(source, "hparams", None)
+    for value in (
+        getattr(sampler, "batch_size", None),
+        getattr(source, "batch_size", None),
+        hparams.get("batch_size") if hasattr(hparams, "get") else None,
+    ):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _estimated_steps(trainer: pl.Trainer) -> int | None:
+    """Only what needs no dataloader: `estimated_stepping_batches` would build one."""
+    return trainer.max_steps if trainer.max_steps is not None and trainer.max_steps > 0 else None
+
+
+def _hidden_size(module: pl.LightningModule) -> int | None:
+    for owner in module.modules():
+        config = getattr(owner, "config", None)
+        size = getattr(config, "hidden_size", None)
+        if size is None and getattr(config, "hidden_sizes", None):
+            size = max(config.hidden_sizes)
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
+def _optimizer_defaults(module: pl.LightningModule, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    hparams: Any = module.hparams
+    for key, names in {
+        "lr": ("lr", "learning_rate"),
+        "betas": ("betas",),
+        "eps": ("eps", "adam_epsilon"),
+        "weight_decay": ("weight_decay",),
+    }.items():
+        for name in names:
+            value = hparams.get(name, getattr(module, name, None))
+            if value is not None and not callable(value):
+                found.setdefault(key, value)
+    if optimizers:
+        found.update({k: v for k, v in optimizers[0].defaults.items() if k in ("lr", "betas", "eps", "weight_decay")})
+    return found

@@ -1,0 +1,3 @@
+"""ZeRO stages 0-3 over flat units: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models" (arXiv:1910.02054). Runs under Lightning and in a bare loop alike.
+"""

@@ -1,0 +1,130 @@
+"""Owns the storage of units: flat parameters, the values this rank updates, and scratch memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ds_lightning.layout.flat import Unit
+from ds_lightning.zero.plan import StagePlan
+
+ReadParameter = Callable[[nn.Parameter], torch.Tensor]
+
+
+class ScratchPool:
+    """Owns flat scratch buffers that are used again and again.
+
+    On CPU, memory that is freed goes back to the kernel and faults in page by page when it is allocated again, which
+    costs as much as a gather. On GPUs torch's caching allocator does this job, so nothing is kept here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of `numel` elements with arbitrary content."""
+        free = self._free[numel, dtype]
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Hand back a tensor taken before; nobody may use it any more."""
+        if self._device.type == "cpu":
+            self._free[tensor.numel(), tensor.dtype].append(tensor)
+
+    def clear(self) -> None:
+        """Drop everything that is not in use."""
+        self._free.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for later."""
+        return sum(t.nbytes for free in self._free.values() for t in free)
+
+
+class UnitBuffers:
+    """Owns the parameters of one unit on this rank.
+
+    Attributes:
+        full: `[unit.numel]` in the compute dtype; the parameters are views of it. At stage 3 its storage is empty
+            while the unit is released, but stays the same object: autograd saves views of weights, so a gather must
+            land in the same storage.
+        master: the values that this rank keeps and its optimizer updates: `[chunk]`, or `[unit.numel]` where the
+            optimizer is not sharded. A view of `full` wherever dtype and stage allow.
+        start: where `master` begins in the unit.
+    """
+
+    def __init__(self, unit: Unit, parameters: Sequence[nn.Parameter], plan: StagePlan, rank: int) -> None:
+        self.unit = unit
+        self.parameters = list(parameters)
+        self.rank = rank
+        self.sharded = plan.shard_params and not unit.resident
+        self.owned = unit.owned(rank)
+        keeps_all = not plan.shard_optimizer or (not unit.trainable and not self.sharded)
+        self.start, self.stop = (0, unit.numel) if keeps_all else self.owned
+        self.full = torch.empty(0)
+        self.master = torch.empty(0)
+        self.views: list[torch.Tensor] = []
+
+    def fill(self, read: ReadParameter, synchronize: Callable[[torch.Tensor], None], device: torch.device) -> None:
+        """Take over the parameters' values and turn the parameters into views. Collective through `synchronize`.
+
+        Args:
+            read: gives the full value of a parameter.
+            synchronize: makes a flat tensor equal on all ranks.
+            device: where the unit lives.
+        """
+        unit = self.unit
+        with torch.inference_mode(False), torch.no_grad():
+            values = torch.zeros(unit.numel, dtype=unit.master_dtype, device=device)
+            for slot, parameter in zip(unit.slots, self.parameters, strict=True):
+                values[slot.start : slot.stop].view(slot.shape).copy_(read(parameter))
+            synchronize(values)
+            self.full = values if unit.dtype == unit.master_dtype else values.to(unit.dtype)
+            self.views = [self.full[slot.start : slot.stop].view(slot.shape) for slot in unit.slots]
+            own = values[self.start : self.stop]
+            # A view costs nothing, but would keep the whole unit alive where the unit is to be released.
+            alias = self.full is values and not self.sharded
+            self.master = own if alias else own.clone()
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.data = view
+
+    @property
+    def aliased(self) -> bool:
+        """Whether updating `master` updates `full`."""
+        return self.full.dtype == self.master.dtype and not self.sharded
+
+    def own_chunk(self) -> torch.Tensor:
+        """This rank's chunk of `full`."""
+        return self.full[self.owned[0] : self.owned[1]]
+
+    def refresh(self) -> None:
+        """Copy this rank's master values into `full`, which must have its memory."""
+        if not self.aliased:
+            self.full[self.start : self.stop].copy_(self.master)
+
+    def allocate(self) -> None:
+        """Give `full` its memory back, with arbitrary content."""
+        self.full.untyped_storage().resize_(self.unit.numel * self.full.element_size())
+
+    def free(self) -> None:
+        """Return the memory of `full`, keeping the storage object."""
+        self.full.untyped_storage().resize_(0)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes held between steps."""
+        held = 0 if self.sharded else self.full.nbytes
+        return held + (0 if self.aliased else self.master.nbytes)
+
+    def dissolve(self, values: torch.Tensor) -> None:
+        """Give the parameters memory of their own again, with `values` (`[unit.numel]`)."""
+        with torch.inference_mode(False), torch.no_grad():
+            for slot, parameter in zip(self.unit.slots, self.parameters, strict=True):
+                parameter.data = values[slot.start : slot.stop].view(slot.shape).clone()

@@ -1,0 +1,149 @@
+"""Registers everything that calls into the engine from outside: modules, parameters and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_lightning.zero.reduce import UnitGradients
+
+
+class Listener(Protocol):
+    """What the hooks call."""
+
+    def before_scope(self, scope: str) -> None:
+        """A scope's forward begins."""
+
+    def after_scope(self, scope: str, args: Any, output: Any) -> None:
+        """A scope's forward is over, or failed (`output` is None)."""
+
+    def before_root(self) -> None:
+        """The model's own forward begins."""
+
+    def after_root(self) -> None:
+        """The model's own forward is over, or failed."""
+
+    def gradient_arrived(self, gradients: UnitGradients) -> None:
+        """A parameter has its gradient."""
+
+    def before_state_dict(self) -> None:
+        """Some module's `state_dict` begins."""
+
+    def after_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
+        """Some module's `state_dict` is filled."""
+
+
+class HookSet:
+    """Owns the registrations of one engine."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._by_unit: dict[int, list[RemovableHandle]] = {}
+        self._optimizers: list[tuple[torch.optim.Optimizer, list[RemovableHandle]]] = []
+
+    def scopes(self, modules: Mapping[str, nn.Module], listener: Listener) -> None:
+        """Hook the forward of gathered modules."""
+        for scope, module in modules.items():
+
+            def before(_: nn.Module, __: Any, scope: str = scope) -> None:
+                listener.before_scope(scope)
+
+            def after(_: nn.Module, args: Any, output: Any, scope: str = scope) -> None:
+                listener.after_scope(scope, args, output)
+
+            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def root(self, module: nn.Module, listener: Listener) -> None:
+        """Hook the model's own forward."""
+        self._handles.append(module.register_forward_pre_hook(lambda _, __: listener.before_root()))
+        self._handles.append(module.register_forward_hook(lambda _, __, ___: listener.after_root(), always_call=True))
+
+    def state_dicts(self, modules: Iterable[nn.Module], listener: Listener) -> None:
+        """Hook `state_dict` of every module that may own a sharded parameter."""
+        for module in modules:
+            self._handles.append(module.register_state_dict_pre_hook(lambda *_: listener.before_state_dict()))
+
+            def after(module: nn.Module, destination: dict[str, Any], prefix: str, _: Any) -> None:
+                listener.after_state_dict(module, destination, prefix)
+
+            self._handles.append(module.register_state_dict_post_hook(after))
+
+    def gradients(self, gradients: UnitGradients, listener: Listener) -> None:
+        """Hook the gradients of a unit's parameters."""
+
+        def arrived(_: torch.Tensor) -> None:
+            listener.gradient_arrived(gradients)
+
+        self._by_unit[gradients.unit.index] = [
+            parameter.register_post_accumulate_grad_hook(arrived)
+            for parameter in gradients.parameters
+            if parameter.is_floating_point()
+        ]
+
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before_step: Callable[[Any, Any], None],
+        after_step: Callable[[], None],
+        after_zero_grad: Callable[[], None],
+    ) -> None:
+        """Hook an optimizer's `step` and `zero_grad`.
+
+        torch has no hook for `zero_grad`, so the instance (not the class) gets one of its own that calls the original.
+        """
+        original = optimizer.zero_grad
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            after_zero_grad()
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        handles = [
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: before_step(args, kwargs)),
+            optimizer.register_step_post_hook(lambda _, __, ___: after_step()),
+        ]
+        self._optimizers.append((optimizer, handles))
+
+    def remove_gradients(self, index: int) -> None:
+        """Unhook a unit's parameters."""
+        for handle in self._by_unit.pop(index, []):
+            handle.remove()
+
+    def remove_optimizers(self) -> None:
+        """Unhook all optimizers."""
+        for optimizer, handles in self._optimizers:
+            optimizer.__dict__.pop("zero_grad", None)
+            for handle in handles:
+                handle.remove()
+        self._optimizers = []
+
+    def remove(self) -> None:
+        """Unhook everything."""
+        self.remove_optimizers()
+        for index in list(self._by_unit):
+            self.remove_gradients(index)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor]:
+    """All tensors in nested outputs: tuples, lists, dicts, dataclasses and plain objects."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if depth > 6 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+        return []
+    if isinstance(value, Mapping):
+        members: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        members = value
+    elif hasattr(value, "__dict__"):
+        members = vars(value).values()
+    else:
+        members = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return [tensor for member in members for tensor in tensors_in(member, depth + 1)]

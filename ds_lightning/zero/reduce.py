@@ -1,0 +1,407 @@
+"""Averages gradients over ranks, one flat reduction per unit, and keeps this rank's shard of the result.
+
+[Note: the order of reductions] Ranks must start the same reductions in the same order, whatever their gradients look
+like. Units are started in an order that all ranks share; a unit whose gradients are complete waits for those before it.
+What is left at the end of backward (unused parameters, branches that one rank did not take, a second gradient from
+reentrant checkpointing) is agreed upon on the control group and started then, with zeros where a rank has nothing. A
+unit that no rank had gradients for is not communicated, and goes to the end of the order.
+
+[Note: one reducer] The mean of a gradient is `1/world_size * ((g_0 + g_1) + g_2 ...)`, summed in rank order in fp32 (or
+wider), at every stage. Stage 0 then gathers the shards; stages 1-3 keep them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_lightning.comm.agreement import Agreement
+from ds_lightning.comm.collectives import Collectives, PendingReduce
+from ds_lightning.errors import ConfigError
+from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
+from ds_lightning.zero.plan import StagePlan
+from ds_lightning.zero.residency import TAGS
+
+REDUCE_TAG = 1
+EXPOSE_TAG = 2
+IN_FLIGHT = 2
+"""Reductions that may be under way at once: each holds a unit's gradients twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOptions:
+    """What the configuration says about reductions.
+
+    Attributes:
+        dtype: `communication_data_type`; None sends gradients in the dtype in which they arrive.
+        piece: `reduce_bucket_size`, elements per message.
+        overlap: `overlap_comm`; without it every reduction is waited for at once.
+        ignore_unused: `ignore_unused_parameters`.
+    """
+
+    dtype: torch.dtype | None = None
+    piece: int = 500_000_000
+    overlap: bool = True
+    ignore_unused: bool = True
+
+
+class UnitGradients:
+    """The gradients of one unit on this rank, from the hooks of its parameters to its reduced shard.
+
+    Attributes:
+        grad: reduced gradient in the master's dtype, `[chunk]`, or `[unit.numel]` at stage 0; None before the first.
+        valid: whether `grad` holds anything since it was last zeroed.
+        present: per slot, whether any rank had a gradient since it was last zeroed.
+    """
+
+    def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None) -> None:
+        unit = buffers.unit
+        self.buffers = buffers
+        self.unit = unit
+        self.parameters = buffers.parameters
+        self.dtype = dtype or unit.dtype
+        self.whole = not plan.shard_optimizer
+        # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
+        self.exposes = self.whole and unit.dtype == unit.master_dtype
+        self.grad: torch.Tensor | None = None
+        self.valid = False
+        self.present = [False] * len(unit.slots)
+        self.arrived = bytearray(len(unit.slots))  # in this backward
+        self.local: torch.Tensor | None = None  # fp32 sum of the micro-batches of a window that is not communicated
+        self.ready = 0
+        self.expected = 0
+        self.complete = False
+        self.launched = 0
+        templates: list[torch.Tensor] = []
+        self._slots: list[tuple[int, int]] = []  # (slot, its place among the views)
+        self._holes: list[int] = []
+        holes = dict(unit.holes())
+        for index, (slot, view) in enumerate(zip(unit.slots, buffers.views, strict=True)):
+            if slot.numel:
+                self._slots.append((index, len(templates)))
+                templates.append(view.detach())
+            if slot.stop in holes:
+                self._holes.append(len(templates))
+                templates.append(torch.empty(holes[slot.stop] - slot.stop))
+        self._templates = templates
+
+    def reset(self) -> None:
+        """A backward is over."""
+        self.ready = self.expected = self.launched = 0
+        self.complete = False
+        self.arrived = bytearray(len(self.unit.slots))
+
+    def pending(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return self.local is not None or any(parameter.grad is not None for parameter in self.parameters)
+
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        views: Sequence[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
+        return views
+
+    def flatten(self, flat: torch.Tensor) -> None:
+        """Move all gradients into `flat` (`[unit.numel]`, any dtype), zeros where there are none."""
+        views = self._views(flat)
+        targets, sources = [], []
+        empty = [views[place] for place in self._holes]
+        base = self.local
+        self.local = None
+        for index, place in self._slots:
+            gradient = self.parameters[index].grad
+            if gradient is None:
+                if base is None:
+                    empty.append(views[place])
+                continue
+            self.arrived[index] = 1
+            targets.append(views[place])
+            sources.append(gradient)
+        if base is not None:
+            if targets:
+                torch._foreach_add_([self._views(base)[p] for i, p in self._slots if self.arrived[i]], sources)
+            flat.copy_(base)
+        else:
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            if empty:
+                torch._foreach_zero_(empty)
+        for index, slot in enumerate(self.unit.slots):
+            if not slot.numel and self.parameters[index].grad is not None:
+                self.arrived[index] = 1
+        self._drop()
+
+    def fold(self) -> None:
+        """Add 16-bit gradients of a micro-batch that is not communicated to their fp32 sum."""
+        if self.unit.dtype == self.unit.master_dtype or not self.pending():
+            return
+        if self.local is None:
+            self.local = torch.zeros(self.unit.numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
+        views = self._views(self.local)
+        targets, sources = [], []
+        for index, place in self._slots:
+            gradient = self.parameters[index].grad
+            if gradient is not None:
+                self.present[index] = True
+                targets.append(views[place])
+                sources.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, sources)
+        self._drop()
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def destination(self) -> torch.Tensor:
+        """This rank's chunk of the reduced gradient; memory is allocated once."""
+        if self.grad is None:
+            numel = self.unit.numel if self.whole else self.unit.chunk
+            with torch.inference_mode(False):
+                self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
+        start, stop = self.buffers.owned
+        return self.grad[start:stop] if self.whole else self.grad
+
+    def expose(self) -> None:
+        """Show the averaged gradient in `p.grad` (stage 0)."""
+        assert self.grad is not None
+        for slot, parameter, present in zip(self.unit.slots, self.parameters, self.present, strict=True):
+            if present:
+                parameter.grad = self.grad[slot.start : slot.stop].view(slot.shape)
+
+    def zero(self, groups: frozenset[int]) -> None:
+        """Forget the gradients of these parameter groups."""
+        kept = [slot.group not in groups for slot in self.unit.slots]
+        self.present = [present and keep for present, keep in zip(self.present, kept, strict=True)]
+        if not any(kept):
+            self.valid = False
+            self.local = None
+            return
+        for slot, keep in zip(self.unit.slots, kept, strict=True):
+            if keep:
+                continue
+            if self.local is not None:
+                self.local[slot.start : slot.stop].zero_()
+            if self.grad is not None and self.valid:
+                offset = 0 if self.whole else self.buffers.owned[0]
+                start, stop = max(slot.start - offset, 0), min(slot.stop - offset, self.grad.numel())
+                if stop > start:
+                    self.grad[start:stop].zero_()
+
+
+class GradientReducer:
+    """Owns the gradients of one engine between backward and step.
+
+    Args:
+        units: buffers of the trainable units.
+        plan: the stage.
+        collectives: how to reduce.
+        agreement: how ranks decide what is left.
+        pool: scratch memory.
+        options: from the configuration.
+        on_complete: called with the index of a unit whose gradients have all arrived; its values are not needed by
+            backward any more.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[UnitBuffers],
+        plan: StagePlan,
+        collectives: Collectives,
+        agreement: Agreement,
+        pool: ScratchPool,
+        options: ReduceOptions,
+        on_complete: Callable[[int], None],
+    ) -> None:
+        self._plan = plan
+        self._collectives = collectives
+        self._agreement = agreement
+        self._pool = pool
+        self._options = options
+        self._on_complete = on_complete
+        self.units: dict[int, UnitGradients] = {}
+        self._order: list[int] = []
+        self._learnt = False
+        self._cursor = 0
+        self._completed: list[int] = []
+        self._in_flight: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()
+        self.sync = True
+        for buffers in units:
+            self.add(buffers)
+
+    def add(self, buffers: UnitBuffers) -> None:
+        """Take charge of a unit's gradients."""
+        index = buffers.unit.index
+        self.units[index] = UnitGradients(buffers, self._plan, self._options.dtype)
+        # Backward runs roughly against the order of registration; the first one shows the true order.
+        self._order = sorted(self.units, reverse=True)
+        self._learnt = False
+
+    def remove(self, index: int) -> None:
+        """Forget a unit."""
+        del self.units[index]
+        self._order.remove(index)
+
+    @property
+    def _communicates(self) -> bool:
+        """Whether this backward reduces: inside an accumulation window only sharded gradients do."""
+        return self.sync or self._plan.shard_grads
+
+    def arrived(self, gradients: UnitGradients) -> None:
+        """One more parameter of a unit has its gradient (called from the parameter's hook)."""
+        if not gradients.ready:
+            gradients.expected = sum(parameter.requires_grad for parameter in gradients.parameters)
+        gradients.ready += 1
+        if gradients.ready < gradients.expected or gradients.complete:
+            return
+        if any(p.grad is None and p.requires_grad for p in gradients.parameters):
+            return  # some hook ran twice (reentrant checkpointing); the rest comes later, or at the end
+        gradients.complete = True
+        index = gradients.unit.index
+        self._completed.append(index)
+        self._on_complete(index)
+        if self._communicates:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Start every reduction whose turn it is."""
+        while self._cursor < len(self._order):
+            gradients = self.units[self._order[self._cursor]]
+            if not gradients.complete:
+                return
+            self._cursor += 1
+            self._launch(gradients)
+
+    def _launch(self, gradients: UnitGradients) -> None:
+        unit = gradients.unit
+        taken: list[torch.Tensor] = []
+
+        def take(numel: int) -> torch.Tensor:
+            taken.append(self._pool.take(numel, gradients.dtype))
+            return taken[-1]
+
+        limit = IN_FLIGHT if self._options.overlap else 0
+        while len(self._in_flight) >= max(limit, 1):
+            self._land()
+        with torch.no_grad():
+            flat = take(unit.numel)
+            gradients.flatten(flat)
+        tag = unit.index * TAGS + REDUCE_TAG
+        pending = self._collectives.reduce_scatter(flat, unit.name, tag, self._options.piece, take)
+        gradients.launched += 1
+        self._in_flight.append((gradients, pending, taken))
+        if not limit:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the oldest reduction and add its result to the shard."""
+        gradients, pending, taken = self._in_flight.popleft()
+        with torch.no_grad():
+            destination = gradients.destination()
+            # Exposed gradients came in through `p.grad` and are part of the sum already.
+            accumulate = gradients.valid and not gradients.exposes
+            pending.finish(destination, 1.0 / self._collectives.topology.world_size, accumulate)
+        gradients.valid = True
+        for tensor in taken:
+            self._pool.give(tensor)
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._land()
+
+    def finish(self) -> None:
+        """Backward is over: reduce what is left, wait for everything. Collective where this backward communicates.
+
+        Raises:
+            ConfigError: for unused parameters, with `ignore_unused_parameters: false`.
+        """
+        if self._communicates:
+            self._finish_reductions()
+        else:
+            with torch.no_grad():
+                for gradients in self.units.values():
+                    gradients.fold()
+        for gradients in self.units.values():
+            gradients.reset()
+        self._cursor = 0
+        self._completed = []
+
+    def _finish_reductions(self) -> None:
+        learnt = None if self._learnt else self._learn()
+        units = [self.units[index] for index in sorted(self.units)]
+        for gradients in units:
+            for index, parameter in enumerate(gradients.parameters):
+                if parameter.grad is not None or (gradients.local is not None and gradients.present[index]):
+                    gradients.arrived[index] = 1
+        wanted = bytearray(gradients.launched + int(gradients.pending()) for gradients in units)
+        flags = bytearray().join(gradients.arrived for gradients in units)
+        if not wanted:
+            return
+        votes = torch.frombuffer(wanted + flags, dtype=torch.uint8)
+        agreed = self._agreement.maximum(votes, "which gradients are left to reduce")
+        self._drain()
+        agreed.wait()
+        result = votes.tolist()
+        targets = {gradients.unit.index: result[place] for place, gradients in enumerate(units)}
+        for index in self._order:
+            while self.units[index].launched < targets[index]:
+                self._launch(self.units[index])
+        self._drain()
+        if learnt:
+            self._order = learnt + [index for index in self._order if index not in learnt]
+            self._learnt = True
+        self._note_presence(units, result[len(units) :])
+        if not self._plan.shard_optimizer:
+            self._gather_gradients([g for g in units if targets[g.unit.index]])
+        absent = {index for index, target in targets.items() if not target}
+        if absent:  # a stable order on every rank, since all know the same targets
+            self._order = [i for i in self._order if i not in absent] + [i for i in self._order if i in absent]
+
+    def _note_presence(self, units: Sequence[UnitGradients], flags: Sequence[int]) -> None:
+        missing: list[str] = []
+        place = 0
+        for gradients in units:
+            for index, slot in enumerate(gradients.unit.slots):
+                if flags[place + index]:
+                    gradients.present[index] = True
+                elif not gradients.present[index] and gradients.parameters[index].requires_grad:
+                    missing.append(slot.name)
+            place += len(gradients.unit.slots)
+        if missing and not self._options.ignore_unused:
+            raise ConfigError(
+                f"{len(missing)} parameters received no gradient on any rank: {', '.join(missing[:10])}"
+                f"{' ...' if len(missing) > 10 else ''}. zero_optimization.ignore_unused_parameters is false: freeze "
+                "them (requires_grad=False), use them in the loss, or set the key to true."
+            )
+
+    def _gather_gradients(self, units: Sequence[UnitGradients]) -> None:
+        """Stage 0: every rank gets the whole averaged gradient."""
+        pending = []
+        for gradients in units:
+            assert gradients.grad is not None
+            tag = gradients.unit.index * TAGS + EXPOSE_TAG
+            pending.append(self._collectives.all_gather(gradients.grad, gradients.unit.name, tag, self._options.piece))
+        for gradients, work in zip(units, pending, strict=True):
+            work.wait()
+            if gradients.exposes:
+                gradients.expose()
+
+    def _learn(self) -> list[int]:
+        """The order in which rank 0's gradients were complete in its first backward, for the next ones."""
+        order: list[int] = self._agreement.from_rank(list(self._completed))
+        return order
+
+    def zero(self, groups: frozenset[int]) -> None:
+        """Forget the reduced gradients of these parameter groups."""
+        for gradients in self.units.values():
+            gradients.zero(groups)
+
+    def abandon(self) -> None:
+        """Forget reductions in flight after a failure, without waiting for ranks that may be gone."""
+        self._in_flight.clear()
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of reduced gradients kept between steps."""
+        return sum(g.grad.nbytes for g in self.units.values() if g.grad is not None)

@@ -1,0 +1,189 @@
+"""Gathers and releases units: a state machine per unit, stage 3 only moves through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import _unsafe_set_version_counter
+
+from ds_lightning.comm.collectives import Collectives, Pending
+from ds_lightning.zero.buffers import UnitBuffers
+from ds_lightning.zero.released import released_class
+
+_RELEASED_VERSION = 1 << 30
+"""Added to the version counters of released parameters: autograd refuses to read them. See [Note: a released parameter
+is safe]."""
+
+GATHER_TAG = 0
+"""Message tags of gathers are multiples of `TAGS` plus this."""
+TAGS = 4
+
+
+class Residency(Enum):
+    """Where the values of a unit are."""
+
+    SHARDED = auto()  # only this rank's elements exist
+    GATHERING = auto()  # all-gather in flight, do not touch
+    FULL = auto()  # modules may run
+
+
+class UnitResidency:
+    """The state of one unit. Owns who needs it; only `ResidencyManager` changes it."""
+
+    __slots__ = ("buffers", "pending", "pins", "released", "state", "sticky", "versions")
+
+    def __init__(self, buffers: UnitBuffers, released: type[nn.Parameter]) -> None:
+        self.buffers = buffers
+        self.state = Residency.FULL
+        self.pending: Pending | None = None
+        self.pins = 0  # `gathered` contexts around it
+        self.sticky = False  # touched outside its module: stays until the step or its backward is over
+        self.released = released
+        self.versions: tuple[int, ...] = ()
+
+
+class ResidencyManager:
+    """Gathers and releases the units of one engine. `gather` and `prefetch` are collective, in the same order.
+
+    Args:
+        units: buffers by unit index.
+        collectives: how to gather.
+        piece: `allgather_bucket_size`, elements per message.
+        touch: what to do when released values are wanted outside a gather: called with the unit's index, the function
+            and its arguments.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[UnitBuffers],
+        collectives: Collectives,
+        piece: int,
+        touch: Callable[[int, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
+    ) -> None:
+        self._collectives = collectives
+        self._piece = piece
+        self._touch = touch
+        self.units: dict[int, UnitResidency] = {}
+        for buffers in units:
+            self.add(buffers)
+
+    def add(self, buffers: UnitBuffers) -> None:
+        """Take charge of a unit; sharded ones are released at once."""
+        index = buffers.unit.index
+        touch = self._touch
+
+        def touched(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            return touch(index, func, args, kwargs)
+
+        entry = UnitResidency(buffers, released_class(touched))
+        self.units[index] = entry
+        if buffers.sharded:
+            self._release(entry)
+
+    def remove(self, index: int) -> None:
+        """Forget a unit, which must be full or not sharded."""
+        entry = self.units.pop(index)
+        assert entry.state is Residency.FULL, "a unit is dissolved from its full values"
+
+    def state(self, index: int) -> Residency:
+        """Where the unit's values are."""
+        return self.units[index].state
+
+    def gather(self, index: int) -> None:
+        """Make the unit's values available, waiting for them."""
+        entry = self.units[index]
+        if entry.state is Residency.FULL:
+            return
+        self.prefetch(index)
+        assert entry.pending is not None
+        pending, entry.pending = entry.pending, None
+        try:
+            pending.wait()
+        except BaseException:
+            # What arrived is unknown: leave no parameter that looks whole.
+            entry.buffers.free()
+            entry.state = Residency.SHARDED
+            raise
+        parameters = entry.buffers.parameters
+        for parameter in parameters:
+            parameter.__class__ = nn.Parameter
+        _unsafe_set_version_counter(tuple(parameters), entry.versions)
+        entry.state = Residency.FULL
+
+    def prefetch(self, index: int) -> None:
+        """Start gathering the unit without waiting."""
+        entry = self.units[index]
+        if entry.state is not Residency.SHARDED:
+            return
+        buffers = entry.buffers
+        with torch.no_grad():
+            buffers.allocate()
+            buffers.own_chunk().copy_(buffers.master)
+        entry.pending = self._collectives.all_gather(
+            buffers.full, buffers.unit.name, index * TAGS + GATHER_TAG, self._piece
+        )
+        entry.state = Residency.GATHERING
+
+    def release(self, index: int) -> None:
+        """Free the unit's values unless something still needs them."""
+        entry = self.units[index]
+        if entry.pins or entry.sticky or not entry.buffers.sharded:
+            return
+        if entry.state is Residency.GATHERING:  # fetched ahead and never used
+            self.gather(index)
+        if entry.state is Residency.FULL:
+            self._release(entry)
+
+    def release_all(self) -> None:
+        """Free every unit that is not pinned, used or not."""
+        for index, entry in self.units.items():
+            entry.sticky = False
+            self.release(index)
+
+    def abandon(self) -> None:
+        """Forget gathers in flight after a failure, without waiting for ranks that may be gone."""
+        for entry in self.units.values():
+            entry.pending = None
+
+    def live_numel(self) -> int:
+        """Elements of sharded units that are gathered or being gathered."""
+        return sum(
+            entry.buffers.unit.numel
+            for entry in self.units.values()
+            if entry.buffers.sharded and entry.state is not Residency.SHARDED
+        )
+
+    def republish(self, indices: Iterable[int]) -> None:
+        """Spread updated master values to every rank, in all units whose values are present. Collective."""
+        pending = []
+        with torch.no_grad():
+            for index in indices:
+                entry = self.units[index]
+                buffers = entry.buffers
+                if entry.state is not Residency.FULL:
+                    continue
+                if buffers.start == 0 and buffers.stop == buffers.unit.numel and not buffers.sharded:
+                    buffers.refresh()  # every rank updated all of it
+                else:
+                    if buffers.sharded:
+                        buffers.own_chunk().copy_(buffers.master)
+                    else:
+                        buffers.refresh()
+                    tag = index * TAGS + GATHER_TAG
+                    pending.append(self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece))
+                torch.autograd.graph.increment_version(buffers.parameters)
+        for work in pending:
+            work.wait()
+
+    def _release(self, entry: UnitResidency) -> None:
+        parameters = entry.buffers.parameters
+        entry.versions = tuple(parameter._version for parameter in parameters)
+        _unsafe_set_version_counter(tuple(parameters), tuple(v + _RELEASED_VERSION for v in entry.versions))
+        entry.buffers.free()
+        for parameter in parameters:
+            parameter.__class__ = entry.released
+        entry.state = Residency.SHARDED

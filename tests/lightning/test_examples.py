@@ -1,0 +1,72 @@
+"""The files of examples/ run as their first lines say, on two processes, with small settings."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SMALL_GPT = ["--steps=4", "--width=32", "--layers=2"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs an example as a script, in a folder of its own."""
+    path = [str(ROOT), *filter(None, sys.path)]
+    try:
+        has_plugin = importlib.util.find_spec("hydra_plugins.ds_lightning") is not None
+    except ModuleNotFoundError:
+        has_plugin = False
+    if not has_plugin:
+        (tmp_path / "hydra_plugins").symlink_to(ROOT / "ds_lightning" / "hydra_plugins")
+        path.insert(0, str(tmp_path))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+    def start(file: str, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / file), *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return start
+
+
+@pytest.mark.parametrize("strategies", [("dszero3", "dszero1"), ("ddp", "ddp")])
+def test_train_gpt_saves_and_resumes_at_another_stage(run, strategies):
+    first, second = strategies
+    assert "saved" in run("train_gpt.py", f"--strategy={first}", *SMALL_GPT)
+    resumed = run(
+        "train_gpt.py",
+        f"--strategy={second}",
+        *SMALL_GPT[1:],
+        "--steps=8",
+        "--resume=checkpoints/gpt.ckpt",
+    )
+    assert "saved" in resumed
+
+
+@pytest.mark.parametrize("strategy", ["dszero2", "ddp_find_unused_parameters_true"])
+def test_manual_gan(run, strategy):
+    assert "mean radius" in run("manual_gan.py", f"--strategy={strategy}", "--epochs=1")
+
+
+def test_hydra_app(run):
+    words = ["trainer.max_steps=3", "model.width=32", "data.max_megabytes=2"]
+    assert "stage 3: loss" in run("hydra_app/app.py", "zero=stage3", *words)
+    assert "stage 1: loss" in run("hydra_app/app.py", "zero.stage=1", *words)
+
+
+def test_every_example_is_run_here():
+    tested = Path(__file__).read_text()
+    scripts = {file.relative_to(EXAMPLES).as_posix() for file in EXAMPLES.rglob("*.py")}
+    assert [name for name in scripts if not name.startswith("bench/") and name not in tested] == []

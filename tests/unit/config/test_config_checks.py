@@ -1,0 +1,176 @@
+"""Values that do not go together, and what is not built yet."""
+
+import pytest
+
+from ds_lightning.config import Facts, load, resolve
+from ds_lightning.errors import ConfigError
+
+
+def stage(number, **rest):
+    return {"zero_optimization": {"stage": number, **rest}}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
+        (
+            {"amp": {"enabled": True}, "fp16": {"enabled": True}},
+            "amp.enabled: does not go with fp16",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
+            "torch_autocast.enabled",
+        ),
+        ({"amp": {"enabled": True}, **stage(1)}, "amp works at stage 0 only"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "needs bf16.bf16_master_weights_and_grads"),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}},
+            "data_types.param_dtype",
+        ),
+        (stage(2, offload_param={"device": "cpu"}), "offload_param.device: cpu needs stage 3"),
+        (stage(2, cpu_offload_param=True), "offload_param.device: cpu needs stage 3"),
+        (stage(2, offload_optimizer={"device": "nvme", "nvme_path": "/x"}), "nvme needs stage 3"),
+        (stage(3, offload_optimizer={"device": "nvme"}), "offload_optimizer.nvme_path"),
+        (stage(0, offload_optimizer={"device": "cpu"}), "cpu needs stage 1, 2 or 3"),
+        (
+            stage(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+            "ratio: below 1 needs stage 3",
+        ),
+        (stage(2, offload_optimizer={"super_offload": True}), "super_offload: needs stage 3"),
+        (stage(2, legacy_stage1=True), "legacy_stage1"),
+        (stage(3, zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter=true"),
+        ({**stage(3), "gradient_allreduce_op": "SUM"}, "'sum' does not go with stage 3"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: is missing"),
+        ({"scheduler": {"params": {"warmup_min_lr": 1}}}, "scheduler.type: is missing"),
+        ({"scheduler": {"type": "WarmpLR"}}, "did you mean 'WarmupLR'"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps: WarmupDecayLR needs it"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+            "at least 1, got 0",
+        ),
+        (
+            {"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True, "loss_scale": 8}},
+            "dynamic loss scale",
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad"),
+        (
+            {
+                "activation_checkpointing": {
+                    "partition_activations": True,
+                    "contiguous_memory_optimization": True,
+                }
+            },
+            "number_checkpoints",
+        ),
+        (
+            {
+                "activation_checkpointing": {
+                    "number_checkpoints": 2,
+                    "contiguous_memory_optimization": True,
+                }
+            },
+            "needs activation_checkpointing.partition_activations",
+        ),
+        (
+            {"elasticity": {"enabled": True}, "train_batch_size": 4},
+            "train_batch_size: is chosen by elasticity",
+        ),
+        ({"elasticity": {"enabled": True, "min_gpus": 5, "max_gpus": 4}}, "elasticity.min_gpus"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}, **stage(0)}, "needs stage 1, 2 or 3"),
+    ],
+)
+def test_conflicts_are_refused_when_the_configuration_is_read(data, message):
+    with pytest.raises(ConfigError, match=message):
+        load(data)
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "onebitadam", "ZeroOneAdam", "OneBitLamb"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_compressed_optimizers_do_not_go_with_sharding(kind, number):
+    data = {"optimizer": {"type": kind}}
+    with pytest.raises(ConfigError, match="works at stage 0 only"):
+        load({**data, **stage(number)})
+    with pytest.raises(ConfigError, match="works at stage 0 only"):
+        resolve(load(data), Facts(stage=number))
+
+
+def test_stage_checks_wait_for_the_stage():
+    parsed = load({"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    with pytest.raises(ConfigError, match=r"cpu needs stage 3: .* at stage 2"):
+        resolve(parsed, Facts(stage=2))
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        (stage(1, cpu_offload=True), "zero_optimization.offload_optimizer.device"),
+        (stage(3, offload_param={"device": "cpu"}), "zero_optimization.offload_param.device"),
+        (stage(3, zero_hpz_partition_size=2), "zero_optimization.zero_hpz_partition_size"),
+        (stage(3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
+        (stage(3, zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients"),
+        (stage(3, mics_shard_size=2), "zero_optimization.mics_shard_size"),
+        (stage(2, zenflow={}), "zero_optimization.zenflow"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type"),
+        ({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}, "scheduler.type"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+        ({"amp": {"enabled": True}}, "amp.enabled"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+        ({"sparse_gradients": True}, "sparse_gradients"),
+        ({"sparse_attention": {}}, "sparse_attention"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled"),
+        ({"autotuning": {"enabled": True}}, "autotuning.enabled"),
+        ({"elasticity": {"enabled": True}}, "elasticity.enabled"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
+        ({"tensorboard": {"enabled": True}}, "tensorboard.enabled"),
+        ({"comms_logger": {"enabled": True}}, "comms_logger.enabled"),
+        ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop.enabled"),
+        ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
+        ({"activation_checkpointing": {"enabled": True}}, "activation_checkpointing"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing"),
+        ({"prescale_gradients": True}, "prescale_gradients"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
+        ({"bf16": {"immediate_grad_update": True}}, "bf16.immediate_grad_update"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
+    ],
+)
+def test_what_is_not_built_yet_loads_but_does_not_resolve(data, key):
+    parsed = load(data)
+    assert [name for name, _ in parsed.unsupported] == [key]
+    with pytest.raises(ConfigError, match=rf"{key}: .*not supported yet"):
+        resolve(parsed)
+
+
+def test_all_unsupported_features_are_listed_together_with_other_conflicts():
+    parsed = load({"sparse_gradients": True, "amp": {"enabled": True}, "gradient_clipping": 1.0})
+    with pytest.raises(ConfigError, match="3 problems") as raised:
+        resolve(parsed, Facts(gradient_clip_val=2.0))
+    for key in ("sparse_gradients", "amp.enabled", "gradient_clipping"):
+        assert f"{key}: " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"sparse_gradients": False, "gradient_predivide_factor": 1.0, "scheduler": None},
+        stage(3, offload_param={"device": "none"}, zero_hpz_partition_size=1, mics_shard_size=-1),
+        {"activation_checkpointing": dict.fromkeys(("partition_activations", "cpu_checkpointing"), False)},
+        {"data_types": {"grad_accum_dtype": "float32"}, "aio": {"queue_depth": 16}},
+        {"optimizer": {"type": "RMSprop", "params": {"lr": 0.1, "alpha": 0.9}}},
+        {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}},
+        {"comms_logger": {"enabled": False, "verbose": True}},
+        {"bf16": {"enabled": True, "check_grad_overflow": True}},
+        {"checkpoint": {"use_node_local_storage": True}, "dataloader_drop_last": True},
+    ],
+)
+def test_what_is_off_or_built_resolves(data):
+    parsed = load(data)
+    assert parsed.unsupported == []
+    resolve(parsed)
