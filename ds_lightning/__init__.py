@@ -1,7 +1,7 @@
 """ds_lightning: ZeRO training natively in PyTorch Lightning.
 
-Importing it registers the strategies `dszero0` to `dszero3` and their offload variants. Everything else is imported when
-it is first used.
+Importing it registers the strategies `dszero0` to `dszero3` and their offload variants. Everything else is imported
+when it is first used.
 """
 
 from __future__ import annotations

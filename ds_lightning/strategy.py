@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -169,7 +169,7 @@ class ZeroStrategy(DDPStrategy):
     def precision_plugin(self) -> Precision:
         """The precision; always the same object once it is known."""
         if self._precision_plugin is None:
-            self.precision_plugin = Precision()
+            self._precision_plugin = self._to_zero_precision(Precision())
         plugin: Precision = self._precision_plugin
         return plugin
 
@@ -206,8 +206,8 @@ class ZeroStrategy(DDPStrategy):
         if wanted is not None and name.partition("-")[0] != wanted.partition("-")[0]:
             block = "fp16" if wanted == "16-mixed" else "bf16"
             raise ConfigError(
-                f"The configuration has {block}.enabled, which is precision={wanted!r}, but the Trainer asks for {name!r}. "
-                f"Pass Trainer(precision={wanted!r}), or drop {block} from the configuration."
+                f"The configuration has {block}.enabled, which is precision={wanted!r}, but the Trainer asks for "
+                f"{name!r}. Pass Trainer(precision={wanted!r}), or drop {block} from the configuration."
             )
 
     @property
@@ -271,10 +271,13 @@ class ZeroStrategy(DDPStrategy):
         if self._engine is None:
             self._adopt(module)
             if fitting and self._layer_sync is not None:
-                module = self._layer_sync.apply(module)
+                synchronized = self._layer_sync.apply(module)
+                assert isinstance(synchronized, pl.LightningModule)
+                module = synchronized
             converted = self.precision_plugin.convert_module(module)
             assert isinstance(converted, pl.LightningModule)
-            self.model = module = converted
+            module = converted
+            self.model = module
         if fitting:
             self.setup_optimizers(trainer)
         self._resolve(trainer, module)
@@ -304,8 +307,8 @@ class ZeroStrategy(DDPStrategy):
         if clipping and trainer.gradient_clip_val is None and trainer.state.fn == TrainerFn.FITTING:
             if not module.automatic_optimization:
                 raise ConfigError(
-                    f"gradient_clipping={clipping:g} in the configuration, but {type(module).__name__} optimizes manually, "
-                    "where Lightning does not clip. Call self.clip_gradients(optimizer, gradient_clip_val=...) before "
+                    f"gradient_clipping={clipping:g} in the configuration, but {type(module).__name__} optimizes "
+                    "manually, where Lightning does not clip. Call self.clip_gradients(optimizer, gradient_clip_val=...) before "
                     "each step and drop gradient_clipping from the configuration."
                 )
             trainer.gradient_clip_val = clipping
@@ -380,8 +383,8 @@ class ZeroStrategy(DDPStrategy):
             if not automatic:
                 raise ConfigError(
                     f"Both the configuration (optimizer.type={block.type}) and {type(module).__name__}."
-                    "configure_optimizers make an optimizer. Drop one of the two: return None from configure_optimizers, "
-                    "or remove the optimizer block (values that are all 'auto' may stay)."
+                    "configure_optimizers make an optimizer. Drop one of the two: return None from "
+                    "configure_optimizers, or remove the optimizer block (values that are all 'auto' may stay)."
                 )
             self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
             return
@@ -409,16 +412,16 @@ class ZeroStrategy(DDPStrategy):
             facts = collect_facts(trainer, self.lightning_module, self._stage, name, self.optimizers)
             self._resolved = resolve(self._parsed, facts)
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Parameters made in `configure_model` are made on CPU at stage 3, and sharded before they move."""
-        if self.config.zero_optimization.stage >= 3:
-            return self.precision_plugin.tensor_init_context()
-        context: AbstractContextManager[Any] = super().tensor_init_context(empty_init)
-        return context
+        sharded = self.config.zero_optimization.stage >= 3
+        with self.precision_plugin.tensor_init_context() if sharded else super().tensor_init_context(empty_init):
+            yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """At stage 3, blocks built inside are sharded as soon as they are complete: no rank ever holds the model whole."""
+        """At stage 3, blocks built inside are sharded once complete: no rank ever holds the model whole."""
         stage = self.config.zero_optimization.stage
         if stage < 3 or self._engine is not None or self._topology is None or self._topology.world_size == 1:
             yield
@@ -475,6 +478,7 @@ class ZeroStrategy(DDPStrategy):
     ) -> Any:
         """One step: see `ZeroPrecision.optimizer_step`."""
         module = model or self.lightning_module
+        assert isinstance(module, pl.LightningModule)
         return self.precision_plugin.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
 
     def _begin_evaluation(self) -> None:
@@ -616,7 +620,8 @@ class ZeroStrategy(DDPStrategy):
             return
         if len(saved) != len(self.optimizers):
             raise CheckpointError(
-                f"The checkpoint has states of {len(saved)} optimizers, configure_optimizers makes {len(self.optimizers)}."
+                f"The checkpoint has states of {len(saved)} optimizers, configure_optimizers makes "
+                f"{len(self.optimizers)}."
             )
         names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or [None] * len(saved)
         for optimizer, entry, order in zip(self.optimizers, saved, names, strict=False):
@@ -657,7 +662,7 @@ class ZeroStrategy(DDPStrategy):
 def _refuse_ddp_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name == "find_unused_parameters":
-            rank_zero_info("ds_lightning: find_unused_parameters is not needed, unused parameters are always allowed.")
+            rank_zero_info("ds_lightning: find_unused_parameters is not needed, unused parameters always work.")
         elif name in _DDP_ONLY:
             raise ConfigError(
                 f"{name}={value!r} is an option of DistributedDataParallel, which ZeroStrategy does not use."
@@ -727,7 +732,7 @@ def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
             if buffer is not None:
                 child._buffers[name] = buffer.to(device)
         if hasattr(child, "_device"):
-            child._device = device
+            child._device = device  # type: ignore[assignment]
 
 
 def _from_rank_zero(module: nn.Module, topology: Topology) -> None:

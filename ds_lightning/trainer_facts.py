@@ -65,7 +65,7 @@ def micro_batch_size(trainer: pl.Trainer, module: pl.LightningModule) -> int | N
 
 def _batch_size_of(source: Any) -> int | None:
     sampler = getattr(source, "batch_sampler", None)
-    hparams = getattr(source, "hparams", None)
+    hparams: Any = getattr(source, "hparams", None)
     for value in (
         getattr(sampler, "batch_size", None),
         getattr(source, "batch_size", None),
@@ -83,7 +83,7 @@ def _estimated_steps(trainer: pl.Trainer) -> int | None:
 
 def _hidden_size(module: pl.LightningModule) -> int | None:
     for owner in module.modules():
-        config = getattr(owner, "config", None)
+        config: Any = getattr(owner, "config", None)
         size = getattr(config, "hidden_size", None)
         if size is None and getattr(config, "hidden_sizes", None):
             size = max(config.hidden_sizes)
@@ -102,7 +102,8 @@ def _optimizer_defaults(module: pl.LightningModule, optimizers: list[torch.optim
         "weight_decay": ("weight_decay",),
     }.items():
         for name in names:
-            value = hparams.get(name, getattr(module, name, None))
+            value = hparams.get(name) if hasattr(hparams, "get") else None
+            value = getattr(module, name, None) if value is None else value
             if value is not None and not callable(value):
                 found.setdefault(key, value)
     if optimizers:

@@ -16,10 +16,10 @@ from ds_lightning.errors import CheckpointError
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Lightning's file format. Local files are written beside their place and renamed, so that none is ever half there,
-    and read as a map of the file, so that ranks of a node share its pages.
+    """Lightning's file format, written atomically and read as a memory map.
 
-    Remote paths go through Lightning's own IO.
+    Local files are written beside their place and renamed, so that none is ever half there, and read as a map of the
+    file, so that ranks of a node share its pages. Remote paths go through Lightning's own IO.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:

@@ -50,9 +50,9 @@ def full_optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[
         packed["params"] = list(range(place, place + len(parameters)))
         groups.append(packed)
         for parameter in parameters:
-            entry = states.get(engine.name_of(parameter))
-            if entry:
-                numbered[place] = entry
+            state = states.get(engine.name_of(parameter))
+            if state:
+                numbered[place] = state
             place += 1
     return {"state": numbered, "param_groups": groups}
 

@@ -2,9 +2,9 @@
 
 [Note: point to point on gloo] Gloo's own all-gather and reduce-scatter are slow, the latter moves as many bytes as an
 all-reduce, and neither fixes the order of the sum. Here both are pairwise `isend`/`irecv` of the chunks, straight from
-and into place: half an all-reduce's bytes each, and every rank sums its chunk in rank order, so results do not depend on
-timing, bucket sizes or the stage. NCCL has good native collectives on a stream of its own: issued asynchronously they
-overlap with compute, and waiting only makes the compute stream wait.
+and into place: half an all-reduce's bytes each, and every rank sums its chunk in rank order, so results do not depend
+on timing, bucket sizes or the stage. NCCL has good native collectives on a stream of its own: issued asynchronously
+they overlap with compute, and waiting only makes the compute stream wait.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class StdlibText(LightningDataModule):
         max_megabytes: float = 16.0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        # Not to the logger: Lightning refuses a name that the module logs with another value.
+        self.save_hyperparameters(logger=False)
         self._text: tuple[Tensor, Tensor] | None = None
 
     @property

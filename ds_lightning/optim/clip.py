@@ -26,7 +26,7 @@ class PendingNorm:
         first = float(self._votes[0])
         if math.isinf(self._norm_type):
             return math.nan if self._votes[1] > 0 else first
-        return first ** (1.0 / self._norm_type)
+        return float(first ** (1.0 / self._norm_type))
 
 
 def start_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agreement) -> PendingNorm:

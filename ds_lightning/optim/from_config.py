@@ -12,9 +12,7 @@ from ds_lightning.config.suggest import did_you_mean
 from ds_lightning.errors import ConfigError
 
 
-def build_optimizer(
-    kind: str, params: Mapping[str, Any], parameters: Iterable[nn.Parameter | dict[str, Any]]
-) -> torch.optim.Optimizer:
+def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.type` names, a plain torch one.
 
     Args:
@@ -40,6 +38,6 @@ def build_optimizer(
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     try:
-        return cls(parameters, **arguments)
+        return cls(list(parameters), **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params do not fit torch.optim.{cls.__name__}: {error}") from error

@@ -1,8 +1,8 @@
 """Runs a user's optimizer on this rank's elements.
 
-[Note: the user's optimizer object] Schedulers, callbacks and users hold the optimizer and its group dicts, so both stay.
-`group["params"]` keeps the user's parameters; for the duration of `step` it holds this rank's runs instead: one flat
-tensor per unit and group, so a step is a few large operations. `optimizer.state` is keyed by the runs. A run whose
+[Note: the user's optimizer object] Schedulers, callbacks and users hold the optimizer and its group dicts, so both
+stay. `group["params"]` keeps the user's parameters; for the duration of `step` it holds this rank's runs instead: one
+flat tensor per unit and group, so a step is a few large operations. `optimizer.state` is keyed by the runs. A run whose
 parameters stop having gradients alike (one is unused in this step) is cut into one run per parameter, because an
 optimizer must leave a parameter without a gradient alone.
 """
@@ -240,7 +240,7 @@ class ShardedOptimizer:
     # State ----------------------------------------------------------------------------------------------------------
 
     def _import_user_state(self, gradients: UnitGradients) -> None:
-        """Take over state that the optimizer made for the user's parameters (torch's Adagrad does in its constructor)."""
+        """Take over state made for the user's parameters (torch's Adagrad makes it in its constructor)."""
         state = self.optimizer.state
         taken = {}
         for slot, parameter in zip(gradients.unit.slots, gradients.parameters, strict=True):
@@ -294,8 +294,10 @@ class ShardedOptimizer:
         self.optimizer.state[run.parameter] = state
 
     def unit_state(self, gradients: UnitGradients) -> dict[str, dict[str, Any]]:
-        """State of a unit's runs on this rank: by parameter name and key, a `(start, values)` pair with `start` in the
-        unit for states that belong to elements, else the value itself.
+        """State of a unit's runs on this rank, by parameter name and key.
+
+        Returns:
+            For states that belong to elements a pair `(start, values)`, with `start` in the unit; else the value.
         """
         found: dict[str, dict[str, Any]] = {}
         for run in self.runs:
@@ -324,8 +326,8 @@ class ShardedOptimizer:
         if sizes != found:
             raise CheckpointError(
                 f"The optimizer state in the checkpoint has groups of {found} parameters, but "
-                f"{type(self.optimizer).__name__} has groups of {sizes}. It belongs to another model or optimizer; load "
-                "the weights alone, or build the same groups."
+                f"{type(self.optimizer).__name__} has groups of {sizes}. It belongs to another model or optimizer; "
+                "load the weights alone, or build the same groups."
             )
         for group, values in zip(groups, saved, strict=True):
             group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
@@ -403,8 +405,8 @@ def check_optimizers(
                 )
             elif id(parameter) in owner:
                 problems.append(
-                    f"parameter {parameter_name(parameter)} is in {owner[id(parameter)]} and in {title}; each may be in "
-                    "one optimizer only, once"
+                    f"parameter {parameter_name(parameter)} is in {owner[id(parameter)]} and in {title}; each may be "
+                    "in one optimizer only, once"
                 )
             owner.setdefault(id(parameter), title)
     if problems:

@@ -72,8 +72,9 @@ class LossScaler:
             return
         if self.scale <= self.options.min_loss_scale:
             raise ConfigError(
-                f"The gradients overflow at the smallest loss scale (fp16.min_loss_scale={self.options.min_loss_scale:g}"
-                f"), after {self.skipped} skipped steps. The loss itself is not finite, or fp16 cannot hold these "
+                "The gradients overflow at the smallest loss scale (fp16.min_loss_scale="
+                f"{self.options.min_loss_scale:g}), after {self.skipped} skipped steps. The loss itself is "
+                "not finite, or fp16 cannot hold these "
                 "gradients: check the data and the learning rate, clip gradients, or train in bf16."
             )
         self.scale = max(self.scale / 2, self.options.min_loss_scale)

@@ -78,7 +78,7 @@ class ZeroPrecision(Precision):
         self._scale_in_backward = 1.0
         # Attributes of Lightning's own classes, for code that looks at them.
         self.device = device or "cpu"
-        self.scaler = None
+        self.scaler: Any = None
         self._desired_input_dtype = self.dtype
 
     @classmethod
@@ -91,7 +91,7 @@ class ZeroPrecision(Precision):
         if isinstance(plugin, ZeroPrecision):
             return plugin
         kind = type(plugin)
-        if kind is MixedPrecision:
+        if isinstance(plugin, MixedPrecision) and kind is MixedPrecision:
             if plugin.scaler is not None and plugin.precision == "16-mixed":
                 defaults = torch.amp.GradScaler("cpu")
                 mine = plugin.scaler

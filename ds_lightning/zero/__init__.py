@@ -1,3 +1,4 @@
-"""ZeRO stages 0-3 over flat units: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models" (arXiv:1910.02054). Runs under Lightning and in a bare loop alike.
+"""ZeRO stages 0-3 over flat units, under Lightning and in a bare loop alike.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv:1910.02054).
 """

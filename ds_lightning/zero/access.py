@@ -94,7 +94,7 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
 def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """The averaged gradient of a parameter, in its logical shape, fp32. Collective.
 
-    Between backward and the next `zero_grad`. After `on_before_optimizer_step` it is unscaled, and clipped after clipping.
+    Between backward and the next `zero_grad`. Unscaled from `on_before_optimizer_step` on.
 
     Returns:
         A new tensor on every rank; None when no rank had a gradient for it.

@@ -431,13 +431,13 @@ class ZeroEngine:
         if torch.is_grad_enabled():
             tensors = tensors_in(output)
             with_graph = [tensor for tensor in tensors if tensor.requires_grad]
-            if any(tensor.is_leaf for tensor in with_graph) or (not with_graph and output is not None):
-                if with_graph or any(p.requires_grad for i in units for p in self.units[i].parameters):
-                    # Nothing tells when backward enters this scope: keep it.
-                    for index in units:
-                        self.residency.units[index].sticky = True
-                        self._touched.add(index)
-                    return
+            hidden = not with_graph and output is not None and self._requires_grad(units)
+            if hidden or any(tensor.is_leaf for tensor in with_graph):
+                # Nothing tells when backward enters this scope: keep it.
+                for index in units:
+                    self.residency.units[index].sticky = True
+                    self._touched.add(index)
+                return
             for tensor in with_graph:
                 tensor.register_hook(lambda _, units=tuple(units): self._before_backward(units))
         limit = self.options.max_reuse_distance or 0
@@ -445,6 +445,9 @@ class ZeroEngine:
             distance = self._order.reuse_distance(index)
             if distance is None or distance > limit or not torch.is_grad_enabled():
                 self.residency.release(index)
+
+    def _requires_grad(self, units: Sequence[int]) -> bool:
+        return any(parameter.requires_grad for index in units for parameter in self.units[index].parameters)
 
     def _touch(self, index: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Someone wants values of a released parameter. See [Note: a released parameter is safe]."""
@@ -466,10 +469,10 @@ class ZeroEngine:
             return func(*args, **kwargs)
         names = [self.name_of(a) for a in _flat(args, kwargs) if id(a) in self._names]
         raise ReleasedParameterError(
-            f"{getattr(func, '__name__', func)} reads or writes {', '.join(names) or 'a parameter'}, of which this rank "
-            f"holds only its shard (zero_optimization.stage={self.plan.stage}). Outside a training, validation, test or "
-            "predict step wrap the access in `with ds_lightning.gathered(module_or_parameters):`, called on every rank; "
-            "to change values there, pass modifier_rank."
+            f"{getattr(func, '__name__', func)} reads or writes {', '.join(names) or 'a parameter'}, of which this "
+            f"rank holds only its shard (zero_optimization.stage={self.plan.stage}). Outside a training, validation, "
+            "test or predict step wrap the access in `with ds_lightning.gathered(module_or_parameters):`, called on "
+            "every rank; to change values there, pass modifier_rank."
         )
 
     # Backward -------------------------------------------------------------------------------------------------------
@@ -690,12 +693,11 @@ class ZeroEngine:
 
     def before_state_dict(self) -> None:
         """Some module's `state_dict` begins."""
-        if not self._state_dict_depth and self._collected is None:
-            if any(b.sharded and not self.residency.units[i].pins for i, b in self.units.items()):
-                self.agreement.rendezvous(
-                    "state_dict() of a sharded module",
-                    "Call it on every rank, or save with trainer.save_checkpoint.",
-                )
+        direct = not self._state_dict_depth and self._collected is None
+        if direct and any(b.sharded and not self.residency.units[i].pins for i, b in self.units.items()):
+            self.agreement.rendezvous(
+                "state_dict() of a sharded module", "Call it on every rank, or save with trainer.save_checkpoint."
+            )
         self._state_dict_depth += 1
 
     def after_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:

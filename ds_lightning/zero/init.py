@@ -1,10 +1,10 @@
 """Builds a model already sharded, so that no rank ever holds it whole.
 
-[Note: sharded construction] Inside `building`, every element that is put into a `ModuleList` or `Sequential` is complete,
-so its parameters are cut at once and only this rank's part stays. torch tells of registrations through a hook of its own;
-nothing is patched and nothing is on the meta device, so constructors and `init` functions run as written. Whoever touches
-values later inside `building` (an `apply(init)`, a `load_state_dict`) gets them gathered, and they are cut again. Rank 0's
-values win, as everywhere.
+[Note: sharded construction] Inside `building`, every element that is put into a `ModuleList` or `Sequential` is
+complete, so its parameters are cut at once and only this rank's part stays. torch tells of registrations through a hook
+of its own; nothing is patched and nothing is on the meta device, so constructors and `init` functions run as written.
+Whoever touches values later inside `building` (an `apply(init)`, a `load_state_dict`) gets them gathered, and they are
+cut again. Rank 0's values win, as everywhere.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ShardedConstruction:
             hollow = torch.empty(0, dtype=values.dtype, device=values.device)
             hollow.untyped_storage().resize_(values.numel() * values.element_size())
             view = torch.empty(0, dtype=values.dtype, device=values.device)
-            view.set_(hollow.untyped_storage(), 0, shape)
+            view.set_(hollow.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride())
             parameter.data = view
             hollow.untyped_storage().resize_(0)
         self._parts[id(parameter)] = (parameter, part, shape)
@@ -118,9 +118,9 @@ class ShardedConstruction:
         if not self._building:
             names = {id(p): n for n, p in self._module.named_parameters(remove_duplicate=False)}
             raise ReleasedParameterError(
-                f"{getattr(func, '__name__', func)} touches {', '.join(names.get(id(a), '?') for a in wanted)}, which was "
-                "built sharded in configure_model and is not set up yet. Do it inside configure_model, or later inside "
-                "ds_lightning.gathered(...)."
+                f"{getattr(func, '__name__', func)} touches {', '.join(names.get(id(a), '?') for a in wanted)}, which "
+                "was built sharded in configure_model and is not set up yet. Do it inside configure_model, or later "
+                "inside ds_lightning.gathered(...)."
             )
         for parameter in wanted:
             if id(parameter) not in self._whole:

@@ -7,6 +7,7 @@ needs it and only loses the overlap.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 
 class GatherOrder:
@@ -39,10 +40,9 @@ class GatherOrder:
         if self._position < len(self._known) and self._known[self._position] == index:
             self._position += 1
             return
-        try:  # the step left out something, or does something else first: look ahead for it
+        # The step left out something, or does something else first: look ahead for it.
+        with suppress(ValueError):
             self._position = self._known.index(index, self._position) + 1
-        except ValueError:
-            pass
 
     def upcoming(self, budget: int) -> Sequence[int]:
         """The units expected next, as many as fit into `budget` elements."""

@@ -2,9 +2,9 @@
 
 [Note: a released parameter is safe] The tensor keeps its shape and dtype but its storage is empty: reading it would
 crash the process. While released, the parameter object's class is a subclass made for its unit, whose
-`__torch_function__` answers questions about shape, dtype and identity, and hands everything else to the unit's owner: it
-gathers where all ranks are known to run the same code (inside a step), and raises otherwise. Reads from C++ that bypass
-it (the backward of an operation whose unit was released too early) find a raised version counter and fail with
+`__torch_function__` answers questions about shape, dtype and identity, and hands everything else to the unit's owner,
+who gathers where all ranks are known to run the same code (inside a step), and raises otherwise. Reads from C++ that
+bypass it (the backward of an operation whose unit was released too early) find a raised version counter and fail with
 autograd's error instead of reading freed memory.
 """
 

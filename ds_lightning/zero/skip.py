@@ -9,8 +9,8 @@ from typing import Any
 def hold_on_skip(scheduler: Any, skipped: Callable[[], bool]) -> None:
     """Make `scheduler.step` do nothing after a skipped step.
 
-    Lightning steps schedulers by itself, whether the optimizer stepped or not; an overflow would then move the schedule.
-    The instance gets a `step` of its own that asks first.
+    Lightning steps schedulers by itself, whether the optimizer stepped or not; an overflow would then move the
+    schedule. The instance gets a `step` of its own that asks first.
 
     Args:
         scheduler: stepped once per optimizer step.
