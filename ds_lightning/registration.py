@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -24,7 +25,15 @@ def make_strategy(**arguments: Any) -> Any:
 
 
 def register() -> None:
-    """Register all variants with Lightning's Trainer; harmless when it was done before."""
+    """Register all variants with Lightning's Trainer; harmless when it was done before.
+
+    While Lightning is not imported yet, that is left until it is: commands that need neither stay fast.
+    """
+    if "lightning.pytorch" not in sys.modules:
+        from ds_lightning.hydra_plugins.ds_lightning.registration import register_with_lightning
+
+        register_with_lightning()
+        return
     from lightning.pytorch.strategies import StrategyRegistry
 
     for name, arguments in VARIANTS.items():

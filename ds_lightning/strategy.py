@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ds_lightning.checkpoint import lightning_io, state
+from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.resolve import try_resolve
@@ -180,8 +182,15 @@ class ZeroStrategy(DDPStrategy):
         self._precision_plugin = None if plugin is None else self._to_zero_precision(plugin)
 
     def _to_zero_precision(self, plugin: Precision) -> Precision:
+        fp16, bf16 = self._parsed.config.fp16, self._parsed.config.bf16
         if isinstance(plugin, ZeroPrecision):
             self._check_precision(plugin.precision)
+            names = {f"fp16.{name}" for name in LossScaleOptions.__dataclass_fields__}
+            plugin.complete(
+                _loss_scale_options(fp16) if names & self._parsed.given else None,
+                cast_inputs=fp16.auto_cast is True,
+                check_grad_overflow=bf16.check_grad_overflow is True,
+            )
             return plugin
         converted = ZeroPrecision.from_lightning(plugin)
         if not isinstance(converted, ZeroPrecision):
@@ -190,9 +199,8 @@ class ZeroStrategy(DDPStrategy):
         name = converted.precision
         if name == "32-true" and wanted is not None:
             name = wanted  # Lightning's default cannot be told from an explicit 32-true
-        self._check_precision(name)
-        fp16, bf16 = self._parsed.config.fp16, self._parsed.config.bf16
         device = getattr(plugin, "device", None)
+        self._check_precision(name, device)
         return ZeroPrecision(
             name,
             fp16=_loss_scale_options(fp16),
@@ -201,8 +209,14 @@ class ZeroStrategy(DDPStrategy):
             device=device,
         )
 
-    def _check_precision(self, name: str) -> None:
+    def _check_precision(self, name: str, device: str | None = None) -> None:
         wanted = self._parsed.precision()
+        if wanted == "16-mixed" and name == "bf16-mixed" and device == "cpu":
+            raise ConfigError(
+                "The configuration has fp16.enabled, but on CPUs Lightning turns Trainer(precision='16-mixed') into "
+                "'bf16-mixed'. Leave precision out: the configuration's holds; or pass "
+                "plugins=[ds_lightning.ZeroPrecision('16-mixed')]."
+            )
         if wanted is not None and name.partition("-")[0] != wanted.partition("-")[0]:
             block = "fp16" if wanted == "16-mixed" else "bf16"
             raise ConfigError(
@@ -223,6 +237,17 @@ class ZeroStrategy(DDPStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         self._checkpoint_io = io
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's optimizers."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        super(ZeroStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        for wrapper in self._lightning_optimizers:
+            _pass_zero_grad_on(wrapper)
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -481,13 +506,45 @@ class ZeroStrategy(DDPStrategy):
         assert isinstance(module, pl.LightningModule)
         return self.precision_plugin.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
 
+    # Ranks meet ------------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        if self._engine is not None:
+            self._engine.meet()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        self._meet()
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank `src` holds."""
+        self._meet()
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """The mean, or another reduction, over ranks."""
+        self._meet()
+        return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Every rank's tensor."""
+        self._meet()
+        gathered: Tensor = super().all_gather(tensor, *args, **kwargs)
+        return gathered
+
     def _begin_evaluation(self) -> None:
         if self._engine is not None:
             self._engine.begin_evaluation()
+            for metric in _metrics(self._engine.module):
+                metric.distributed_available_fn = _Meeting(self._meet, metric.distributed_available_fn)
 
     def _end_evaluation(self) -> None:
         if self._engine is not None:
             self._engine.end_evaluation()
+            for metric in _metrics(self._engine.module):
+                if isinstance(metric.distributed_available_fn, _Meeting):
+                    metric.distributed_available_fn = metric.distributed_available_fn.original
 
     def on_validation_start(self) -> None:
         """An evaluation loop begins."""
@@ -539,6 +596,7 @@ class ZeroStrategy(DDPStrategy):
             optimizer = optimizer._optimizer
         if self._engine is None:
             return dict(super().optimizer_state(optimizer))
+        self._engine.follow_groups()
         return state.full_optimizer_state(self._engine, self._engine.sharded(optimizer))
 
     def save_checkpoint(
@@ -585,12 +643,30 @@ class ZeroStrategy(DDPStrategy):
         }
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a full checkpoint; tensors of local files stay in the file until they are copied."""
+        """Read a full checkpoint; tensors of local files stay in the file until they are copied. Collective.
+
+        Raises:
+            CheckpointError: on every rank, when it cannot be read on one of them.
+        """
+        loaded: dict[str, Any] = {}
+        problem: str | None = None
+        try:
+            loaded = self._read_checkpoint(checkpoint_path, weights_only)
+        except CheckpointError as error:
+            problem = str(error)
+        # A file may be there for some ranks and not for others, which would wait for them.
+        problems = Agreement(self._topology).everyone(problem) if self._topology is not None else [problem]
+        for found in problems:
+            if found is not None:
+                raise CheckpointError(found)
+        return loaded
+
+    def _read_checkpoint(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         io = self.checkpoint_io
         inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
         if isinstance(inner, lightning_io.ZeroCheckpointIO):
-            return inner.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        return dict(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+            return inner.load_checkpoint(path, weights_only=weights_only)
+        return dict(super().load_checkpoint(path, weights_only=weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; each rank keeps what it owns.
@@ -623,6 +699,7 @@ class ZeroStrategy(DDPStrategy):
                 f"The checkpoint has states of {len(saved)} optimizers, configure_optimizers makes "
                 f"{len(self.optimizers)}."
             )
+        self._engine.follow_groups()  # finetuning callbacks have just put theirs back
         names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or [None] * len(saved)
         for optimizer, entry, order in zip(self.optimizers, saved, names, strict=False):
             state.load_optimizer_state(self._engine, self._engine.sharded(optimizer), entry, order)
@@ -645,8 +722,7 @@ class ZeroStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Leave the module sharded, for saving and evaluation after `fit`; idempotent, and safe after a failure."""
-        if self._engine is not None:
-            self._engine.end_evaluation()
+        self._end_evaluation()
         if self._precision_plugin is not None:
             self._precision_plugin.teardown()
         if self.accelerator is not None:
@@ -657,6 +733,24 @@ class ZeroStrategy(DDPStrategy):
         """Process groups and engines belong to a process."""
         values: dict[str, Any] = super().__getstate__()
         return {**values, "_engine": None, "_topology": None, "_construction": None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """What a metric asks before it communicates, by itself, through torch."""
+
+    meet: Callable[[], None]
+    original: Callable[[], bool]
+
+    def __call__(self) -> bool:
+        self.meet()
+        return self.original()
+
+
+def _metrics(module: nn.Module) -> list[Any]:
+    from torchmetrics import Metric
+
+    return [child for child in module.modules() if isinstance(child, Metric)]
 
 
 def _refuse_ddp_options(options: Mapping[str, Any]) -> None:
@@ -692,6 +786,16 @@ def _with_offload(
         if nvme_path is not None and device == "nvme":
             zero[key]["nvme_path"] = str(nvme_path)
     return {**merged, "zero_optimization": zero}
+
+
+def _pass_zero_grad_on(wrapper: LightningOptimizer) -> None:
+    """Let `zero_grad` of Lightning's wrapper call the optimizer's: it inherits the class's, past what we hook."""
+    optimizer = wrapper.optimizer
+
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        optimizer.zero_grad(*args, **kwargs)
+
+    wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]
 
 
 def _loss_scale_options(block: Any) -> LossScaleOptions:
@@ -766,6 +870,24 @@ def _align_compiled(saved: Mapping[str, Any], module: nn.Module) -> Mapping[str,
     return {spelt.get(key.replace(_COMPILED, ""), key): value for key, value in saved.items()}
 
 
+def _saves_as_usual(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.state_dict is nn.Module.state_dict and all(
+        getattr(kind, name) is getattr(nn.Module, name)
+        for name in ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state")
+    )
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of the buffers that belong to a state, of modules that save them as usual."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.shape
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set and _saves_as_usual(child)
+    }
+
+
 def _check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) -> None:
     """Compare a state with a module without changing either.
 
@@ -777,21 +899,20 @@ def _check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str])
     if any(child._load_state_dict_pre_hooks for child in module.modules()):
         return  # keys may still be renamed
     shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+    shapes.update(_saved_buffers(module))
     problems = [
         f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(shape)} in the model"
         for name, shape in shapes.items()
         if torch.is_tensor(saved.get(name)) and saved[name].shape != shape
     ]
     problems += [f"{name}: missing in the checkpoint" for name in shapes if name not in saved and name not in optional]
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    known = set(shapes) | buffers
-    plain = all(
-        type(child)._save_to_state_dict is nn.Module._save_to_state_dict
-        and type(child).get_extra_state is nn.Module.get_extra_state
-        for child in module.modules()
+    # What modules with a format of their own (metrics, extra state) may have saved is theirs to judge.
+    own_format = tuple(
+        f"{name}." if name else "" for name, child in module.named_modules() if not _saves_as_usual(child)
     )
-    if plain:
-        problems += [f"{name}: not in the model" for name in saved if name not in known]
+    problems += [
+        f"{name}: not in the model" for name in saved if name not in shapes and not name.startswith(own_format)
+    ]
     if problems:
         shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
         raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class Topology:
 
     @classmethod
     def create(cls, device: torch.device, timeout: timedelta, expected_world_size: int | None = None) -> Topology:
-        """Build the groups. Collective over the default group, which must exist.
+        """The groups for these ranks, built at the first call. Collective over the default group, which must exist.
 
         Args:
             device: where parameters live.
@@ -55,8 +56,16 @@ class Topology:
                 "for (devices * num_nodes). It was created before this Trainer; ask for the same number of ranks, or "
                 "start a new process."
             )
-        # Own groups: traffic of the default group (logging, Lightning's per-batch flags) never queues behind ours, and
-        # `new_group` ignores the default group's timeout unless it is given.
-        data = dist.new_group(timeout=timeout)
-        control = dist.new_group(timeout=timeout, backend="gloo")
-        return cls(dist.get_rank(), world_size, device, data, control, timeout)
+        known = _KNOWN.setdefault(dist.group.WORLD, {})
+        key = (device, timeout)
+        if key not in known:
+            # Own groups: traffic of the default group (logging, Lightning's per-batch flags) never queues behind ours,
+            # and `new_group` ignores the default group's timeout unless it is given.
+            data = dist.new_group(timeout=timeout)
+            control = dist.new_group(timeout=timeout, backend="gloo")
+            known[key] = cls(dist.get_rank(), world_size, device, data, control, timeout)
+        return known[key]
+
+
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, timedelta], Topology]] = WeakKeyDictionary()
+"""Groups by the default group they were made in: they belong to the process, so a second Trainer uses them again."""

@@ -68,4 +68,6 @@ def _is_fault_inside(error: BaseException) -> bool:
     cause = error.__cause__
     if type(error).__name__ != "InstantiationException" or not str(error).startswith("Error in call"):
         return False
-    return not (isinstance(cause, TypeError) and "argument" in str(cause))
+    if isinstance(cause, TypeError) and "argument" in str(cause):
+        return False
+    return type(cause).__name__ != "MisconfigurationException"

@@ -12,18 +12,24 @@ BYTES = {
 }
 
 
-def bytes_per_parameter(stage: int, world_size: int, precision: str) -> float | None:
-    """Return what one rank holds per parameter under Adam; None for a precision without a formula.
+def bytes_per_parameter(stage: int, world_size: int, precision: str, whole: float = 0.0) -> float | None:
+    """Return what one rank holds at most per parameter under Adam; None without a formula.
 
-    The ZeRO paper (arXiv:1910.02054), section 3: stage 1 divides the optimizer states by the world
-    size, stage 2 the gradients too, stage 3 the parameters too. Gradients of 16-bit parameters are
-    accumulated in fp32 here.
+    The ZeRO paper (arXiv:1910.02054), section 3: stage 1 divides the optimizer states by the world size, stage 2 the
+    gradients too, stage 3 the parameters too. Gradients of 16-bit parameters are accumulated in fp32 here.
+
+    Args:
+        stage: 0 to 3.
+        world_size: Number of ranks that share.
+        precision: One of Lightning's names.
+        whole: Share of the parameters too small to be divided at stage 3.
     """
     if precision not in BYTES:
         return None
     parameters, gradients, optimizer = BYTES[precision]
+    shared = 1 - whole if stage >= 3 else 0.0
     return (
-        parameters / (world_size if stage >= 3 else 1)
+        parameters * (shared / world_size + 1 - shared)
         + gradients / (world_size if stage >= 2 else 1)
         + optimizer / (world_size if stage >= 1 else 1)
     )

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from hydra.utils import get_original_cwd
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import ds_lightning
@@ -33,7 +34,8 @@ class Report:
         self._data = data
         self._losses: dict[str, float] = {}
         # Counted now: a strategy may leave a rank with only its part of the parameters.
-        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._sizes = [parameter.numel() for parameter in model.parameters()]
+        self._parameters = sum(self._sizes)
 
     def before(self, ckpt_path: str | None) -> None:
         """Measure the held-out loss before training, of the checkpoint when there is one."""
@@ -105,10 +107,12 @@ class Report:
             yield "peak memory per rank", _megabytes(memory.peak)
             yield "  of it before training", _megabytes(memory.baseline)
             yield "model states per rank", _megabytes(memory.model_states)
-            per_parameter = bytes_per_parameter(stage or 0, trainer.world_size, str(trainer.precision))
+            per_parameter = bytes_per_parameter(
+                stage or 0, trainer.world_size, str(trainer.precision), self._share_kept_whole()
+            )
             if per_parameter:
                 measured = max(memory.model_states) / self._parameters
-                yield "  bytes per parameter", f"{measured:.2f}, by the formula {per_parameter:.2f}"
+                yield "  bytes per parameter", f"{measured:.2f}, at most {per_parameter:.2f} by the formula"
         if "before" in self._losses:
             yield "held-out loss before", _nats(self._losses["before"])
         if "after" in self._losses:
@@ -117,13 +121,23 @@ class Report:
         if entropy is not None:
             yield "unigram entropy", _nats(entropy())
 
+    def _share_kept_whole(self) -> float:
+        if _stage(self._trainer) != 3:
+            return 0.0
+        strategy: Any = self._trainer.strategy
+        zero = strategy.config.zero_optimization
+        small = sum(size for size in self._sizes if size <= zero.stage3_param_persistence_threshold)
+        whole = min(small, int(zero.stage3_model_persistence_threshold))
+        return whole / self._parameters
+
     def _callback(self, kind: type[_Callback]) -> _Callback | None:
         return next((c for c in self._trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
 
     def _checkpoint(self) -> str | None:
         callback = self._callback(ModelCheckpoint)
         path = (callback.last_model_path or callback.best_model_path) if callback else ""
-        return os.path.relpath(path) if path.startswith(os.getcwd()) else path or None
+        here = get_original_cwd()  # where the command to go on will be typed
+        return os.path.relpath(path, here) if path.startswith(here) else path or None
 
 
 def _overrides(owner: pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:

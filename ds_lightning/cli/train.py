@@ -14,7 +14,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_class, instantiate, to_absolute_path
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf
 
 from ds_lightning.cli.conf import conf_folder
@@ -151,6 +151,10 @@ def _trainer(config: DictConfig, strategy: Any, folder: Path) -> pl.Trainer:
     if options["precision"] is None and not _is_ours(config.strategy):
         options["precision"] = config.precision.name
     callbacks = [instantiate(node) for node in (config.get("callbacks") or {}).values() if node is not None]
+    # A switch of the Trainer counts more than a callback of the default group; Lightning refuses both together.
+    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+    off = tuple(kind for switch, kind in switches.items() if options[switch] is False)
+    callbacks = [callback for callback in callbacks if not isinstance(callback, off)]
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(folder / "checkpoints")

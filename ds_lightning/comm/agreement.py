@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,18 +18,33 @@ RENDEZVOUS_SECONDS = 15.0
 
 
 class Agreement:
-    """Collective decisions over all ranks of a topology. Every method must be called by all of them."""
+    """Collective decisions over all ranks of a topology. Every method must be called by all of them.
+
+    Attributes:
+        before: called before each decision but `exchange`; for ranks that must wait for others to come to it.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        self.before: Callable[[], None] | None = None
 
     def maximum(self, values: torch.Tensor, what: str) -> Pending:
         """Replace `values` (CPU) by the element-wise maximum over ranks; asynchronous."""
+        self._prepare()
         return self._all_reduce(values, dist.ReduceOp.MAX, what)
 
     def total(self, values: torch.Tensor, what: str) -> Pending:
         """Replace `values` (CPU) by the sum over ranks; asynchronous, the same bits on every rank."""
+        self._prepare()
         return self._all_reduce(values, dist.ReduceOp.SUM, what)
+
+    def exchange(self, values: torch.Tensor, what: str) -> Pending:
+        """As `maximum`, at once: for what `before` itself does."""
+        return self._all_reduce(values, dist.ReduceOp.MAX, what)
+
+    def _prepare(self) -> None:
+        if self.before is not None:
+            self.before()
 
     def _all_reduce(self, values: torch.Tensor, op: Any, what: str) -> Pending:
         topology = self.topology
@@ -52,6 +67,7 @@ class Agreement:
         """What `source` holds, on every rank."""
         if self.topology.world_size == 1:
             return value
+        self._prepare()
         box = [value]
         try:
             dist.broadcast_object_list(box, src=source, group=self.topology.control_group)
@@ -63,6 +79,7 @@ class Agreement:
         """What each rank holds, in rank order, on every rank."""
         if self.topology.world_size == 1:
             return [value]
+        self._prepare()
         box: list[Any] = [None] * self.topology.world_size
         try:
             dist.all_gather_object(box, value, group=self.topology.control_group)
@@ -83,6 +100,7 @@ class Agreement:
         topology = self.topology
         if topology.world_size == 1:
             return
+        self._prepare()
         bound = timedelta(seconds=min(RENDEZVOUS_SECONDS, topology.timeout.total_seconds()))
         try:
             dist.monitored_barrier(topology.control_group, timeout=bound)

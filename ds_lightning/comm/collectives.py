@@ -116,6 +116,18 @@ class Collectives(abc.ABC):
         """Fill `full` on rank 0 alone; this rank's chunk is already in place. Other ranks may find anything in it."""
         return self.all_gather(full, what, tag, full.numel())
 
+    def broadcast(self, values: torch.Tensor, what: str, source: int = 0) -> None:
+        """Make `values` equal to those of rank `source`, and wait."""
+        topology = self.topology
+        if topology.world_size == 1:
+            return
+        try:
+            dist.broadcast(values, group_src=source, group=topology.data_group)
+        except RuntimeError as error:
+            raise TopologyError(self._describer("broadcast", what)(str(error))) from error
+        if topology.rank == source:
+            self.ledger.record("broadcast", values.nbytes * (topology.world_size - 1))
+
     def _describer(self, operation: str, what: str) -> Callable[[str], str]:
         topology = self.topology
 

@@ -54,23 +54,41 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agr
 
 
 class GradientNorms:
-    """Owns the global 2-norm of the last step's gradients: averaged, unscaled, before clipping."""
+    """Owns global 2-norms: of each optimizer's gradients as they are, and of the last step's: averaged, unscaled, before
+    clipping.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
+        self._now: dict[int, PendingNorm] = {}  # by optimizer
+        self._before: dict[int, PendingNorm] = {}  # the same before clipping
         self._last: PendingNorm | None = None
-        self._fresh = False
 
     def start(self, sharded: ShardedOptimizer) -> PendingNorm:
-        """The norm of an optimizer's gradients in this step; computed once, by the first to ask. Collective."""
-        if not self._fresh or self._last is None:
-            self._last = start_norm(sharded.reduced_gradients(owned=True), 2.0, self._agreement)
-            self._fresh = True
-        return self._last
+        """The norm of an optimizer's gradients; computed once while they stay the same. Collective."""
+        key = sharded.first_group
+        if key not in self._now:
+            self._now[key] = start_norm(sharded.reduced_gradients(owned=True), 2.0, self._agreement)
+            self._before.setdefault(key, self._now[key])
+        return self._now[key]
 
-    def step_is_over(self) -> None:
-        """The next question is about other gradients."""
-        self._fresh = False
+    def clipped(self, sharded: ShardedOptimizer) -> None:
+        """The optimizer's gradients have been clipped."""
+        self._now.pop(sharded.first_group, None)
+
+    def step_begins(self, sharded: ShardedOptimizer) -> None:
+        """The norm before clipping is the one of the last step from now on. Collective, if it is not known yet."""
+        key = sharded.first_group
+        if key not in self._before:
+            self._now.pop(key, None)
+            self.start(sharded)
+        self._last = self._before.pop(key)
+        self._now.pop(key, None)
+
+    def forget(self) -> None:
+        """Gradients have come or gone."""
+        self._now.clear()
+        self._before.clear()
 
     def last(self) -> float | None:
         """The norm of the last step; None before the first."""

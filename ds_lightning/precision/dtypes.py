@@ -18,12 +18,13 @@ class DtypePolicy:
     With `compute`, matrices compute and travel in 16 bit and have fp32 masters. Vectors and scalars (norms, biases,
     gates) stay in fp32 altogether: autocast and every norm layer take them so, their memory does not matter, and
     batch norm refuses 16-bit weights beside fp32 statistics. Recurrent layers stay in fp32 too, because their kernels
-    want one dtype.
+    want one dtype. Frozen matrices are no exception: what the user gave in fp32 is saved, and unfrozen later, in fp32. Who
+    wants them in 16 bit throughout gives them in 16 bit.
     """
 
     compute: torch.dtype | None = None
 
-    def of(self, owner: nn.Module, parameter: nn.Parameter, trainable: bool) -> tuple[torch.dtype, torch.dtype]:
+    def of(self, owner: nn.Module, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
         """`(compute, master)` dtypes of a parameter that `owner` registers."""
         if (
             self.compute is None
@@ -32,4 +33,4 @@ class DtypePolicy:
             or isinstance(owner, nn.RNNBase | nn.RNNCellBase)
         ):
             return parameter.dtype, parameter.dtype
-        return self.compute, parameter.dtype if trainable else self.compute
+        return self.compute, parameter.dtype

@@ -29,6 +29,24 @@ class LossScaleOptions:
     consecutive_hysteresis: bool = False
     min_loss_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Check ranges, for options that no configuration has checked.
+
+        Raises:
+            ConfigError: for the first value that is out of range.
+        """
+        limits = {
+            "loss_scale": (0, 2.0**127),
+            "initial_scale_power": (0, 127),
+            "loss_scale_window": (1, math.inf),
+            "hysteresis": (1, math.inf),
+            "min_loss_scale": (2.0**-127, 2.0**127),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"fp16.{name} must be a number from {low:g} to {high:g}, not {value!r}.")
+
 
 class LossScaler:
     """Owns the loss scale. Every rank runs the same machine on the same, agreed, overflow flags.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_lightning.config.suggest import closest
 from ds_lightning.errors import ConfigError
 from ds_lightning.optim import clip
+from ds_lightning.optim.sharded import ShardedOptimizer
 from ds_lightning.precision.dtypes import DtypePolicy
 from ds_lightning.precision.loss_scale import LossScaleOptions, LossScaler
 from ds_lightning.zero.engine import ZeroEngine
@@ -70,12 +71,14 @@ class ZeroPrecision(Precision):
         self.mixed = kind == "mixed"
         self.cast_inputs = cast_inputs or (kind == "true" and self.dtype != torch.float32)
         self.check_grad_overflow = check_grad_overflow
+        self.fp16 = fp16
         self.loss_scaler = LossScaler(fp16) if self.precision == "16-mixed" else None
         self.skipped_steps = 0
         self.last_step_skipped = False
         self._autocast_device = device
         self._engine: ZeroEngine | None = None
         self._scale_in_backward = 1.0
+        self._unscaled: dict[int, tuple[bool, int]] = {}  # by optimizer: overflow, and after how many backwards
         # Attributes of Lightning's own classes, for code that looks at them.
         self.device = device or "cpu"
         self.scaler: Any = None
@@ -95,11 +98,8 @@ class ZeroPrecision(Precision):
             if plugin.scaler is not None and plugin.precision == "16-mixed":
                 defaults = torch.amp.GradScaler("cpu")
                 mine = plugin.scaler
-                changed = (mine._init_scale, mine._growth_interval) != (
-                    defaults._init_scale,
-                    defaults._growth_interval,
-                )
-                if changed:
+                settings = ("_init_scale", "_growth_interval", "_growth_factor", "_backoff_factor", "_enabled")
+                if any(getattr(mine, name) != getattr(defaults, name) for name in settings):
                     raise ConfigError(
                         "MixedPrecision with a GradScaler of your own: give its settings to "
                         "ZeroPrecision('16-mixed', fp16=LossScaleOptions(...)) or the fp16 block of the configuration."
@@ -112,10 +112,36 @@ class ZeroPrecision(Precision):
             f"{', '.join(NAMES)}, or a subclass of ds_lightning.ZeroPrecision."
         )
 
+    def complete(self, fp16: LossScaleOptions | None, cast_inputs: bool, check_grad_overflow: bool) -> None:
+        """Take from a configuration what the arguments left open.
+
+        Args:
+            fp16: the configuration's loss scale; None when it says nothing about it.
+            cast_inputs: as in the constructor.
+            check_grad_overflow: as in the constructor.
+
+        Raises:
+            ConfigError: when both say something different about the loss scale.
+        """
+        if self.precision == "16-mixed" and fp16 is not None:
+            if self.fp16 not in (None, fp16):
+                raise ConfigError(
+                    f"The fp16 block of the configuration ({fp16}) and ZeroPrecision(fp16={self.fp16}) differ. Keep one "
+                    "of the two."
+                )
+            self.loss_scaler = LossScaler(fp16)
+        self.cast_inputs = self.cast_inputs or (cast_inputs and self.precision == "16-mixed")
+        self.check_grad_overflow = self.check_grad_overflow or (
+            check_grad_overflow and self.precision.startswith("bf16")
+        )
+
     # Engine ---------------------------------------------------------------------------------------------------------
 
     def attach(self, engine: ZeroEngine | None) -> None:
         """Work with this engine from now on."""
+        if engine is not self._engine:
+            self._unscaled.clear()
+            self._scale_in_backward = 1.0
         self._engine = engine
         if engine is not None and self._autocast_device is None:
             self.device = engine.topology.device.type
@@ -169,7 +195,7 @@ class ZeroPrecision(Precision):
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scale the loss."""
         if self.loss_scaler is not None:
-            self._scale_in_backward = self.loss_scaler.scale
+            self._rescale(self.loss_scaler.scale)
             tensor = tensor * self._scale_in_backward
         return Precision.pre_backward(self, tensor, module)
 
@@ -181,6 +207,27 @@ class ZeroPrecision(Precision):
         with self._engine.backward_scope():
             Precision.backward(self, tensor, model, *args, **kwargs)
 
+    def _rescale(self, scale: float) -> None:
+        """Bring gradients of earlier backwards, which this one adds to, to its scale."""
+        for sharded in self._engine.optimizers if self._engine is not None else ():
+            current = 1.0 if sharded.first_group in self._unscaled else self._scale_in_backward
+            if current != scale:
+                clip.scale_(sharded.reduced_gradients(), scale / current)
+        self._unscaled.clear()
+        self._scale_in_backward = scale
+
+    def _unscale(self, sharded: ShardedOptimizer) -> bool:
+        """Unscale an optimizer's gradients, once; whether they overflowed on any rank. Collective."""
+        engine = self._engine
+        assert engine is not None
+        if self.loss_scaler is None and not self.check_grad_overflow:
+            return False
+        overflow, backwards = self._unscaled.get(sharded.first_group, (False, -1))
+        if backwards != engine.backwards:
+            overflow = clip.unscale(sharded.reduced_gradients(), 1.0 / self._scale_in_backward, engine.agreement)
+            self._unscaled[sharded.first_group] = overflow, engine.backwards
+        return overflow
+
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -189,17 +236,13 @@ class ZeroPrecision(Precision):
         assert engine is not None, "a step before set-up"
         result = closure()
         sharded = engine.sharded(optimizer)
-        overflow = False
-        if self.loss_scaler is not None or self.check_grad_overflow:
-            gradients = sharded.reduced_gradients()
-            overflow = clip.unscale(gradients, 1.0 / self._scale_in_backward, engine.agreement)
+        overflow = self._unscale(sharded)
         self._after_closure(model, optimizer)
         self.last_step_skipped = overflow
         if not sharded.has_gradients():
             return result
         if overflow:
-            engine.norms.start(sharded)
-            engine.norms.step_is_over()
+            engine.norms.step_begins(sharded)
             self.skipped_steps += 1
         else:
             optimizer.step(**kwargs)
@@ -217,11 +260,13 @@ class ZeroPrecision(Precision):
         if clip_val is None or clip_val <= 0 or self._engine is None:
             return
         sharded = self._engine.sharded(optimizer)
+        self._unscale(sharded)  # in manual optimization users clip before the step
         norm = self._engine.norms.start(sharded)
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip.clip_by_value(sharded.reduced_gradients(), clip_val)
-            return
-        clip.clip_by_norm(sharded.reduced_gradients(), clip_val, norm.value())
+        else:
+            clip.clip_by_norm(sharded.reduced_gradients(), clip_val, norm.value())
+        self._engine.norms.clipped(sharded)
 
     # State ----------------------------------------------------------------------------------------------------------
 

@@ -7,15 +7,15 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from ds_lightning.topology import Topology
+from ds_lightning.comm.collectives import Collectives
 
 
 class BufferSync:
     """Broadcasts all buffers of a module from rank 0, in one call per dtype."""
 
-    def __init__(self, module: nn.Module, topology: Topology) -> None:
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         self._module = module
-        self._topology = topology
+        self._collectives = collectives
         self._due = True
 
     def before_forward(self, will_reduce: bool) -> None:
@@ -26,16 +26,17 @@ class BufferSync:
 
     def run(self) -> None:
         """Broadcast now. Collective."""
-        if self._topology.world_size == 1:
+        topology = self._collectives.topology
+        if topology.world_size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for buffer in self._module.buffers():
-            if buffer.numel() and not buffer.is_sparse and buffer.device.type == self._topology.device.type:
+            if buffer.numel() and not buffer.is_sparse and buffer.device.type == topology.device.type:
                 by_dtype[buffer.dtype].append(buffer)
         with torch.no_grad():
             for buffers in by_dtype.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                torch.distributed.broadcast(flat, group_src=0, group=self._topology.data_group)
+                self._collectives.broadcast(flat, "buffers")
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 for buffer, piece in zip(buffers, pieces, strict=True):
                     buffer.copy_(piece.view(buffer.shape))

@@ -66,7 +66,8 @@ class UnitBuffers:
         self.rank = rank
         self.sharded = plan.shard_params and not unit.resident
         self.owned = unit.owned(rank)
-        keeps_all = not plan.shard_optimizer or (not unit.trainable and not self.sharded)
+        one_copy = unit.dtype == unit.master_dtype and not self.sharded  # `master` would cost nothing
+        keeps_all = not plan.shard_optimizer or (not unit.trainable and one_copy)
         self.start, self.stop = (0, unit.numel) if keeps_all else self.owned
         self.full = torch.empty(0)
         self.master = torch.empty(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,18 +16,20 @@ from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ConfigError, ReleasedParameterError
 from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ROOT, ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
+from ds_lightning.ops.memory import keep_freed_memory
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology
 from ds_lightning.zero.broadcast import BufferSync
 from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
-from ds_lightning.zero.hooks import HookSet, tensors_in
+from ds_lightning.zero.hooks import HookSet, tensors_in, tensors_kept
 from ds_lightning.zero.options import EngineOptions
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.prefetch import GatherOrder
 from ds_lightning.zero.reduce import GradientReducer, UnitGradients
 from ds_lightning.zero.residency import TAGS, Residency, ResidencyManager
+from ds_lightning.zero.uneven import UnevenEvaluation
 
 VALUES_TAG = 3
 
@@ -58,6 +61,10 @@ class ZeroEngine:
         self.module = module
         self.topology = topology
         self.plan = plan
+        if topology.device.type == "cpu":
+            # Gathered units, gradients and activations come and go every step; given back to the kernel, each would
+            # fault in again page by page, which costs as much as the communication.
+            keep_freed_memory()
         self.options = options or EngineOptions()
         self.ledger = Ledger()
         self.agreement = Agreement(topology)
@@ -65,6 +72,7 @@ class ZeroEngine:
         self.pool = ScratchPool(topology.device)
         self.hooks = HookSet()
         self.norms = GradientNorms(self.agreement)
+        self.backwards = 0  # that are over
         self.failed = False
 
         named = named_parameters(module)
@@ -81,14 +89,17 @@ class ZeroEngine:
         self._opened: list[str] = []  # forwards outside a step that opened a scope of their own
         self._touched: set[int] = set()
         self._in_backward = False
+        self._entered: tuple[int, ...] = ()  # the units that backward entered last
         self._bracketed = False
         self._tasks: set[int] = set()
         self._evaluating = False
+        self._uneven: UnevenEvaluation | None = None
         self._state_dict_depth = 0
         self._collected: Mapping[str, torch.Tensor] | None = None
         self._loading = False
         self._versions: dict[int, tuple[int, ...]] = {}
         self._scope_units: dict[str, list[int]] = {}
+        self._scope_modules: dict[str, list[nn.Module]] = {}
 
         self.units: dict[int, UnitBuffers] = {}
         self._where: dict[str, tuple[int, int]] = {}
@@ -98,7 +109,7 @@ class ZeroEngine:
         )
         self._add_units(build_layout(self._specs(named), topology.world_size, self.options.layout), read or _value)
         self._orders = {True: GatherOrder(self._numels()), False: GatherOrder(self._numels())}
-        self._buffer_sync = BufferSync(module, topology)
+        self._buffer_sync = BufferSync(module, self.collectives)
         self._buffer_sync.run()
         self._hook_everything()
         self._signature = self._group_signature()
@@ -135,7 +146,7 @@ class ZeroEngine:
                 raise ConfigError(f"{names[0]} ({parameter.dtype}) is in an optimizer, but has no gradient.")
             current = self._where.get(names[0])
             if current is None:
-                dtype, master = self.options.dtypes.of(self._owners[names[0]], parameter, group >= 0)
+                dtype, master = self.options.dtypes.of(self._owners[names[0]], parameter)
             else:  # laid out before: it computes as it did
                 unit = self.units[current[0]].unit
                 dtype, master = unit.dtype, unit.master_dtype
@@ -153,7 +164,7 @@ class ZeroEngine:
         for unit in layout.units:
             parameters = [self._parameters[slot.name] for slot in unit.slots]
             buffers = UnitBuffers(unit, parameters, self.plan, self.topology.rank)
-            buffers.fill(read, self._from_rank_zero, self.topology.device)
+            buffers.fill(read, lambda values, unit=unit: self._from_rank_zero(values, unit), self.topology.device)
             self.units[unit.index] = buffers
             for place, slot in enumerate(unit.slots):
                 self._where[slot.name] = (unit.index, place)
@@ -181,6 +192,7 @@ class ZeroEngine:
             modules = dict(self.module.named_modules())
             self.hooks.root(self.module, self)
             self.hooks.scopes({scope: modules[scope] for scope in self._scopes}, self)
+            self._scope_modules = {scope: list(modules[scope].modules()) for scope in self._scopes}
         if any(buffers.sharded or not buffers.aliased for buffers in self.units.values()):
             self.hooks.state_dicts(self.module.modules(), self)
         for sharded in self.optimizers:
@@ -191,13 +203,12 @@ class ZeroEngine:
             sharded.optimizer,
             before_step=lambda args, kwargs: self._before_step(sharded, args, kwargs),
             after_step=lambda: self._after_step(sharded),
-            after_zero_grad=lambda: self.reducer.zero(sharded.groups),
+            after_zero_grad=lambda: self._after_zero_grad(sharded),
         )
 
-    def _from_rank_zero(self, values: torch.Tensor) -> None:
-        """Make a flat tensor equal to rank 0's. Collective."""
-        if self.topology.world_size > 1:
-            torch.distributed.broadcast(values, group_src=0, group=self.topology.data_group)
+    def _from_rank_zero(self, values: torch.Tensor, unit: Unit) -> None:
+        """Make a unit's values equal to rank 0's. Collective."""
+        self.collectives.broadcast(values, unit.name)
 
     def _numels(self) -> dict[int, int]:
         return {index: buffers.unit.numel for index, buffers in self.units.items()}
@@ -217,6 +228,11 @@ class ZeroEngine:
         self._relayout(everything=True)
         for sharded in self.optimizers:
             self._hook_optimizer(sharded)
+
+    def follow_groups(self) -> None:
+        """Take in parameters that someone (a finetuning callback) has put into groups, or out of them. Collective."""
+        if self._signature != self._group_signature():
+            self._relayout()
 
     def _relayout(self, everything: bool = False) -> None:
         """Lay out anew the units of which some parameter has come to, or left, a group. Collective."""
@@ -310,8 +326,7 @@ class ZeroEngine:
         self._depth += 1
         if self._depth > 1:
             return
-        if self._signature != self._group_signature():
-            self._relayout()
+        self.follow_groups()
         if not self._evaluating:
             self.residency.release_all()
         self._touched.clear()
@@ -350,17 +365,32 @@ class ZeroEngine:
         """An evaluation loop begins: ranks may have different numbers of batches, or generate different lengths.
 
         The whole model is gathered once, if it fits into `stage3_max_live_parameters`; then no forward communicates.
-        Collective.
+        Otherwise ranks announce what they gather, see `UnevenEvaluation`. Collective.
         """
+        if self._evaluating or self._uneven is not None:
+            return
+        self._buffer_sync.before_forward(False)  # now, because a rank may have no batch at all
         total = sum(buffers.unit.numel for buffers in self.units.values() if buffers.sharded)
         if total and total <= self.options.max_live:
             self._evaluating = True
             for index, buffers in self.units.items():
                 if buffers.sharded:
                     self.residency.gather(index)
+        elif total and self.topology.world_size > 1:
+            self.residency.release_all()
+            self._uneven = UnevenEvaluation(self.residency, self.agreement)
+
+    def meet(self) -> None:
+        """All ranks are about to communicate for a reason of their own: let those catch up that still evaluate."""
+        if self._uneven is not None and not self.failed:
+            self._uneven.serve()
 
     def end_evaluation(self) -> None:
-        """The evaluation loop is over."""
+        """The evaluation loop is over. Collective."""
+        if self._uneven is not None:
+            self.meet()
+            self._uneven.close()
+            self._uneven = None
         if self._evaluating:
             self._evaluating = False
             if not self.failed:
@@ -401,6 +431,10 @@ class ZeroEngine:
 
     def _need(self, units: Sequence[int]) -> None:
         order = self._order
+        if self._in_backward:
+            left, self._entered = self._entered, tuple(units)
+            if left != self._entered:  # all ranks enter the same scopes, so they leave them alike
+                self.reducer.close([index for index in left if order.reuse_distance(index) is None])
         for index in units:
             order.note(index)
             self.residency.prefetch(index)
@@ -422,16 +456,17 @@ class ZeroEngine:
             return
         opened = bool(self._opened) and self._opened[-1] == scope and self._depth == 1
         if not _in_backward_pass():
-            self._release_after_forward(units, output)
+            self._release_after_forward(scope, units, output)
         if opened:
             self._opened.pop()
             self._leave()
 
-    def _release_after_forward(self, units: Sequence[int], output: Any) -> None:
+    def _release_after_forward(self, scope: str, units: Sequence[int], output: Any) -> None:
         if torch.is_grad_enabled():
-            tensors = tensors_in(output)
+            tensors = tensors_in(output) + tensors_kept(self._scope_modules[scope])
             with_graph = [tensor for tensor in tensors if tensor.requires_grad]
-            hidden = not with_graph and output is not None and self._requires_grad(units)
+            failed = output is None and sys.exc_info()[1] is not None
+            hidden = not with_graph and not failed and self._requires_grad(units)
             if hidden or any(tensor.is_leaf for tensor in with_graph):
                 # Nothing tells when backward enters this scope: keep it.
                 for index in units:
@@ -467,6 +502,8 @@ class ZeroEngine:
             self.residency.units[index].sticky = True
             self._touched.add(index)
             return func(*args, **kwargs)
+        if func in (torch.equal, torch.Tensor.equal) and all(id(a) in self._names for a in args):
+            return args[0] is args[1]  # Lightning's finetuning callbacks look for a parameter in this way
         names = [self.name_of(a) for a in _flat(args, kwargs) if id(a) in self._names]
         raise ReleasedParameterError(
             f"{getattr(func, '__name__', func)} reads or writes {', '.join(names) or 'a parameter'}, of which this "
@@ -487,6 +524,10 @@ class ZeroEngine:
         before, self._bracketed = self._bracketed, True
         try:
             yield
+        except BaseException:
+            self._in_backward = False
+            self.reducer.reset()
+            raise
         finally:
             self._bracketed = before
         self._finish_backward(release_sticky=True)
@@ -520,6 +561,9 @@ class ZeroEngine:
 
     def _finish_backward(self, release_sticky: bool) -> None:
         self._in_backward = False
+        self._entered = ()
+        self.backwards += 1
+        self.norms.forget()
         self.reducer.finish()
         if self._evaluating:
             return
@@ -548,20 +592,27 @@ class ZeroEngine:
                 "first and call step() without it; Lightning's own loops do."
             )
         self.absorb()
-        self.norms.start(sharded)
+        self.norms.step_begins(sharded)
         sharded.swap_in()
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
         sharded.swap_out()
-        self.norms.step_is_over()
-        self.residency.republish(sharded.touched_units())
+        touched = sharded.touched_units()
+        self.residency.republish(touched)
+        for index in touched:
+            if index in self._versions:  # our own writes are no news to `absorb`
+                self._versions[index] = _versions_of(self.units[index])
+
+    def _after_zero_grad(self, sharded: ShardedOptimizer) -> None:
+        self.reducer.zero(sharded.groups)
+        self.norms.forget()
 
     def absorb(self) -> None:
         """Take over what users wrote into 16-bit parameters that are not sharded (weight averaging, constraints)."""
         for index, buffers in self.units.items():
             if buffers.sharded or buffers.aliased or not buffers.unit.trainable:
                 continue
-            versions = tuple(parameter._version for parameter in buffers.parameters)
+            versions = _versions_of(buffers)
             if versions != self._versions.get(index, versions):
                 self._absorb_unit(index)
             self._versions[index] = versions
@@ -597,6 +648,7 @@ class ZeroEngine:
     def spread(self, index: int, own: torch.Tensor | None, dtype: torch.dtype, everywhere: bool = True) -> torch.Tensor:
         """Put every rank's chunk of a unit-sized tensor together, zeros where a rank has none. Collective."""
         buffers = self.units[index]
+        self.meet()
         with torch.no_grad(), torch.inference_mode(False):
             full = torch.zeros(buffers.unit.numel, dtype=dtype, device=self.topology.device)
             if own is not None:
@@ -694,14 +746,18 @@ class ZeroEngine:
     def before_state_dict(self) -> None:
         """Some module's `state_dict` begins."""
         direct = not self._state_dict_depth and self._collected is None
-        if direct and any(b.sharded and not self.residency.units[i].pins for i, b in self.units.items()):
+        if direct and any(len(b.master) < b.unit.numel and not self._is_current(i) for i, b in self.units.items()):
             self.agreement.rendezvous(
                 "state_dict() of a sharded module", "Call it on every rank, or save with trainer.save_checkpoint."
             )
         self._state_dict_depth += 1
 
+    def _is_current(self, index: int) -> bool:
+        """Whether a unit's parameters show its master values, or what `gathered` promises instead."""
+        return self.units[index].aliased or self.residency.units[index].pins > 0
+
     def after_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-        """Some module's `state_dict` is filled: put full values where only shards are."""
+        """Some module's `state_dict` is filled: put full master values where only shards, or 16-bit values, are."""
         self._state_dict_depth -= 1
         for local, parameter in module._parameters.items():
             if parameter is None or prefix + local not in destination or id(parameter) not in self._names:
@@ -712,7 +768,7 @@ class ZeroEngine:
                     destination[prefix + local] = self._collected[name]
                 continue
             unit, place = self.slot_of(name)
-            if self.units[unit.index].sharded:
+            if not self._is_current(unit.index):
                 slot = unit.slots[place]
                 full = self.full_values(unit.index)
                 destination[prefix + local] = full[slot.start : slot.stop].view(slot.shape).clone()
@@ -757,11 +813,8 @@ class ZeroEngine:
 
     def _keep_changes(self, parameters: Sequence[nn.Parameter], units: Sequence[int], modifier_rank: int) -> None:
         with torch.no_grad():
-            if self.topology.world_size > 1:
-                for parameter in parameters:
-                    torch.distributed.broadcast(
-                        parameter.detach(), group_src=modifier_rank, group=self.topology.data_group
-                    )
+            for parameter in parameters:
+                self.collectives.broadcast(parameter.detach(), self.name_of(parameter), modifier_rank)
             for index in units:
                 self._absorb_unit(index)
 
@@ -778,6 +831,9 @@ class ZeroEngine:
     def abort(self) -> None:
         """A rank has failed: communicate no more."""
         self.failed = True
+        if self._uneven is not None:
+            self._uneven.close()
+            self._uneven = None
         self.residency.abandon()
         self.reducer.abandon()
         for sharded in self.optimizers:
@@ -796,6 +852,10 @@ class ZeroEngine:
 
 def _value(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach()
+
+
+def _versions_of(buffers: UnitBuffers) -> tuple[int, ...]:
+    return tuple(parameter._version for parameter in buffers.parameters)
 
 
 def _in_backward_pass() -> bool:

@@ -79,11 +79,15 @@ class HookSet:
         def arrived(_: torch.Tensor) -> None:
             listener.gradient_arrived(gradients)
 
-        self._by_unit[gradients.unit.index] = [
-            parameter.register_post_accumulate_grad_hook(arrived)
-            for parameter in gradients.parameters
-            if parameter.is_floating_point()
-        ]
+        handles = self._by_unit[gradients.unit.index] = []
+        for parameter in gradients.parameters:
+            if not parameter.is_floating_point():
+                continue
+            # A frozen parameter in an optimizer may be unfrozen at any time; torch takes hooks of others only.
+            wanted = parameter.requires_grad
+            parameter.requires_grad_(True)
+            handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+            parameter.requires_grad_(wanted)
 
     def optimizer(
         self,
@@ -147,3 +151,22 @@ def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor]:
     else:
         members = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
     return [tensor for member in members for tensor in tensors_in(member, depth + 1)]
+
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_MOST_KEPT = 64  # longer lists are data
+
+
+def tensors_kept(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Tensors with a graph in attributes of modules: an auxiliary loss that the model adds up later."""
+    found: list[torch.Tensor] = []
+    for module in modules:
+        attributes = vars(module)
+        for name in attributes.keys() - _MODULE_ATTRIBUTES:
+            value = attributes[name]
+            if isinstance(value, list | tuple | dict) and len(value) <= _MOST_KEPT:
+                members: Iterable[Any] = value.values() if isinstance(value, dict) else value
+            else:
+                members = (value,)
+            found += [m for m in members if isinstance(m, torch.Tensor) and m.grad_fn is not None]
+    return found

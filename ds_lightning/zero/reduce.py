@@ -2,9 +2,11 @@
 
 [Note: the order of reductions] Ranks must start the same reductions in the same order, whatever their gradients look
 like. Units are started in an order that all ranks share; a unit whose gradients are complete waits for those before it.
-What is left at the end of backward (unused parameters, branches that one rank did not take, a second gradient from
-reentrant checkpointing) is agreed upon on the control group and started then, with zeros where a rank has nothing. A
-unit that no rank had gradients for is not communicated, and goes to the end of the order.
+A rank may wait for a reduction in the middle of its backward, so every rank must come to start it without being asked: at
+the end of backward a rank starts all that others may have started, with zeros where it has nothing (a branch that it did
+not take). Units that no rank had gradients for in a recent backward are late: nobody starts them before the end, where
+what is left (these, a second gradient from reentrant checkpointing) is agreed upon on the control group, so that unused
+parameters cost no communication.
 
 [Note: one reducer] The mean of a gradient is `1/world_size * ((g_0 + g_1) + g_2 ...)`, summed in rank order in fp32 (or
 wider), at every stage. Stage 0 then gathers the shards; stages 1-3 keep them.
@@ -21,6 +23,7 @@ import torch
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.comm.collectives import Collectives, PendingReduce
 from ds_lightning.errors import ConfigError
+from ds_lightning.layout.units import ROOT
 from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.residency import TAGS
@@ -75,6 +78,7 @@ class UnitGradients:
         self.expected = 0
         self.complete = False
         self.launched = 0
+        self.landed = 0
         templates: list[torch.Tensor] = []
         self._slots: list[tuple[int, int]] = []  # (slot, its place among the views)
         self._holes: list[int] = []
@@ -83,14 +87,14 @@ class UnitGradients:
             if slot.numel:
                 self._slots.append((index, len(templates)))
                 templates.append(view.detach())
-            if slot.stop in holes:
+            if slot.stop in holes:  # once, where several slots without elements lie at the same place
                 self._holes.append(len(templates))
-                templates.append(torch.empty(holes[slot.stop] - slot.stop))
+                templates.append(torch.empty(holes.pop(slot.stop) - slot.stop))
         self._templates = templates
 
     def reset(self) -> None:
         """A backward is over."""
-        self.ready = self.expected = self.launched = 0
+        self.ready = self.expected = self.launched = self.landed = 0
         self.complete = False
         self.arrived = bytearray(len(self.unit.slots))
 
@@ -223,6 +227,8 @@ class GradientReducer:
         self.units: dict[int, UnitGradients] = {}
         self._order: list[int] = []
         self._learnt = False
+        self._late: set[int] = set()
+        self._absent: set[int] = set()  # in the last backward
         self._cursor = 0
         self._completed: list[int] = []
         self._in_flight: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()
@@ -234,14 +240,19 @@ class GradientReducer:
         """Take charge of a unit's gradients."""
         index = buffers.unit.index
         self.units[index] = UnitGradients(buffers, self._plan, self._options.dtype)
-        # Backward runs roughly against the order of registration; the first one shows the true order.
-        self._order = sorted(self.units, reverse=True)
+        # Backward runs roughly against the order of registration, what lies in no block is complete last; the first
+        # backward shows the true order.
+        self._order = sorted(
+            self.units, key=lambda unit: (unit in self._late, self.units[unit].unit.scope == ROOT, -unit)
+        )
         self._learnt = False
 
     def remove(self, index: int) -> None:
         """Forget a unit."""
         del self.units[index]
         self._order.remove(index)
+        self._late.discard(index)
+        self._absent.discard(index)
 
     @property
     def _communicates(self) -> bool:
@@ -268,10 +279,28 @@ class GradientReducer:
         """Start every reduction whose turn it is."""
         while self._cursor < len(self._order):
             gradients = self.units[self._order[self._cursor]]
-            if not gradients.complete:
+            if not gradients.complete or gradients.unit.index in self._late:
                 return
             self._cursor += 1
             self._launch(gradients)
+
+    def close(self, indices: Sequence[int]) -> None:
+        """Backward has left these units: start what is due up to them, complete or not.
+
+        At stage 3 a rank that does not use some parameter would otherwise start its unit's reduction at the end only,
+        while ranks that use it wait for that reduction and so do not come to the gathers that this rank waits for.
+        """
+        if not self._communicates:
+            return
+        places = [self._order.index(index) for index in indices if index in self.units and index not in self._late]
+        last = max(places, default=-1)
+        while self._cursor <= last:
+            gradients = self.units[self._order[self._cursor]]
+            self._cursor += 1
+            if not gradients.complete:
+                self._completed.append(gradients.unit.index)
+            self._launch(gradients)
+        self._advance()
 
     def _launch(self, gradients: UnitGradients) -> None:
         unit = gradients.unit
@@ -282,7 +311,9 @@ class GradientReducer:
             return taken[-1]
 
         limit = IN_FLIGHT if self._options.overlap else 0
-        while len(self._in_flight) >= max(limit, 1):
+        # Nothing makes another rank start the reduction of a unit that is not gathered before backward is over.
+        bounded = gradients.buffers.sharded or not self._plan.shard_params
+        while bounded and len(self._in_flight) >= max(limit, 1):
             self._land()
         with torch.no_grad():
             flat = take(unit.numel)
@@ -291,7 +322,7 @@ class GradientReducer:
         pending = self._collectives.reduce_scatter(flat, unit.name, tag, self._options.piece, take)
         gradients.launched += 1
         self._in_flight.append((gradients, pending, taken))
-        if not limit:
+        if bounded and not limit:
             self._land()
 
     def _land(self) -> None:
@@ -299,10 +330,11 @@ class GradientReducer:
         gradients, pending, taken = self._in_flight.popleft()
         with torch.no_grad():
             destination = gradients.destination()
-            # Exposed gradients came in through `p.grad` and are part of the sum already.
-            accumulate = gradients.valid and not gradients.exposes
+            # Exposed gradients came in through `p.grad` and are part of the first sum of a backward already.
+            accumulate = gradients.valid and (not gradients.exposes or gradients.landed > 0)
             pending.finish(destination, 1.0 / self._collectives.topology.world_size, accumulate)
         gradients.valid = True
+        gradients.landed += 1
         for tensor in taken:
             self._pool.give(tensor)
 
@@ -322,13 +354,19 @@ class GradientReducer:
             with torch.no_grad():
                 for gradients in self.units.values():
                     gradients.fold()
+        self.reset()
+
+    def reset(self) -> None:
+        """A backward is over, or has failed."""
         for gradients in self.units.values():
             gradients.reset()
         self._cursor = 0
         self._completed = []
 
     def _finish_reductions(self) -> None:
-        learnt = None if self._learnt else self._learn()
+        for index in self._order[self._cursor :]:
+            if index not in self._late:
+                self._launch(self.units[index])
         units = [self.units[index] for index in sorted(self.units)]
         for gradients in units:
             for index, parameter in enumerate(gradients.parameters):
@@ -338,6 +376,7 @@ class GradientReducer:
         flags = bytearray().join(gradients.arrived for gradients in units)
         if not wanted:
             return
+        learnt = None if self._learnt else self._learn()
         votes = torch.frombuffer(wanted + flags, dtype=torch.uint8)
         agreed = self._agreement.maximum(votes, "which gradients are left to reduce")
         self._drain()
@@ -351,17 +390,31 @@ class GradientReducer:
         if learnt:
             self._order = learnt + [index for index in self._order if index not in learnt]
             self._learnt = True
-        self._note_presence(units, result[len(units) :])
+        absent = self._note_presence(units, result[len(units) :])
+        self._note_absence(absent)
         if not self._plan.shard_optimizer:
-            self._gather_gradients([g for g in units if targets[g.unit.index]])
-        absent = {index for index, target in targets.items() if not target}
-        if absent:  # a stable order on every rank, since all know the same targets
-            self._order = [i for i in self._order if i not in absent] + [i for i in self._order if i in absent]
+            self._gather_gradients([g for g in units if targets[g.unit.index] and g.unit.index not in absent])
 
-    def _note_presence(self, units: Sequence[UnitGradients], flags: Sequence[int]) -> None:
+    def _note_absence(self, absent: set[int]) -> None:
+        """Choose what is late in the next backward; every rank does so from the same knowledge."""
+        for index in absent - self._late:
+            gradients = self.units[index]
+            if not any(gradients.present):  # what was reduced were zeros
+                gradients.valid = False
+                gradients.grad = None
+        # One backward with gradients is not enough to be early again: two networks may train in turns.
+        self._late = absent | (self._late & self._absent)
+        self._absent = absent
+        self._order.sort(key=lambda index: index in self._late)
+
+    def _note_presence(self, units: Sequence[UnitGradients], flags: Sequence[int]) -> set[int]:
+        """Note which parameters had gradients on any rank; returns the units of which none had."""
         missing: list[str] = []
+        absent: set[int] = set()
         place = 0
         for gradients in units:
+            if not any(flags[place : place + len(gradients.unit.slots)]):
+                absent.add(gradients.unit.index)
             for index, slot in enumerate(gradients.unit.slots):
                 if flags[place + index]:
                     gradients.present[index] = True
@@ -374,6 +427,7 @@ class GradientReducer:
                 f"{' ...' if len(missing) > 10 else ''}. zero_optimization.ignore_unused_parameters is false: freeze "
                 "them (requires_grad=False), use them in the loss, or set the key to true."
             )
+        return absent
 
     def _gather_gradients(self, units: Sequence[UnitGradients]) -> None:
         """Stage 0: every rank gets the whole averaged gradient."""
@@ -389,7 +443,9 @@ class GradientReducer:
 
     def _learn(self) -> list[int]:
         """The order in which rank 0's gradients were complete in its first backward, for the next ones."""
-        order: list[int] = self._agreement.from_rank(list(self._completed))
+        again = [index for index in self._completed if self.units[index].pending()]  # closed too early
+        early = [index for index in self._completed if index not in again]
+        order: list[int] = self._agreement.from_rank(list(dict.fromkeys(early + again)))
         return order
 
     def zero(self, groups: frozenset[int]) -> None:

@@ -55,6 +55,9 @@ class ResidencyManager:
         piece: `allgather_bucket_size`, elements per message.
         touch: what to do when released values are wanted outside a gather: called with the unit's index, the function
             and its arguments.
+
+    Attributes:
+        on_demand: while set, gathers go through it one at a time, and nothing is fetched ahead; see `zero/uneven.py`.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ResidencyManager:
         self._collectives = collectives
         self._piece = piece
         self._touch = touch
+        self.on_demand: Callable[[int], None] | None = None
         self.units: dict[int, UnitResidency] = {}
         for buffers in units:
             self.add(buffers)
@@ -98,7 +102,32 @@ class ResidencyManager:
         entry = self.units[index]
         if entry.state is Residency.FULL:
             return
-        self.prefetch(index)
+        if self.on_demand is not None:
+            self.on_demand(index)
+            return
+        self._start(entry)
+        self._finish(entry)
+
+    def join(self, index: int, keep: bool) -> None:
+        """Take part in a gather that some rank needs, whatever the state of the unit here. Collective.
+
+        Args:
+            index: the unit.
+            keep: this rank needs it too.
+        """
+        entry = self.units[index]
+        if entry.state is Residency.FULL:
+            buffers = entry.buffers
+            tag = index * TAGS + GATHER_TAG
+            self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece).wait()
+            return
+        self._start(entry)
+        self._finish(entry)
+        if not keep:
+            self._release(entry)
+
+    def _finish(self, entry: UnitResidency) -> None:
+        """Wait for a gather."""
         assert entry.pending is not None
         pending, entry.pending = entry.pending, None
         try:
@@ -116,16 +145,18 @@ class ResidencyManager:
 
     def prefetch(self, index: int) -> None:
         """Start gathering the unit without waiting."""
-        entry = self.units[index]
+        if self.on_demand is None:
+            self._start(self.units[index])
+
+    def _start(self, entry: UnitResidency) -> None:
         if entry.state is not Residency.SHARDED:
             return
         buffers = entry.buffers
         with torch.no_grad():
             buffers.allocate()
             buffers.own_chunk().copy_(buffers.master)
-        entry.pending = self._collectives.all_gather(
-            buffers.full, buffers.unit.name, index * TAGS + GATHER_TAG, self._piece
-        )
+        tag = buffers.unit.index * TAGS + GATHER_TAG
+        entry.pending = self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece)
         entry.state = Residency.GATHERING
 
     def release(self, index: int) -> None:

@@ -9,19 +9,22 @@ from typing import Any
 def hold_on_skip(scheduler: Any, skipped: Callable[[], bool]) -> None:
     """Make `scheduler.step` do nothing after a skipped step.
 
-    Lightning steps schedulers by itself, whether the optimizer stepped or not; an overflow would then move the
-    schedule. The instance gets a `step` of its own that asks first.
+    Lightning steps schedulers by itself, whether the optimizer stepped or not; an overflow would then move the schedule.
+    The object gets a class of its own rather than an attribute: a scheduler's `state_dict` is its attributes.
 
     Args:
         scheduler: stepped once per optimizer step.
         skipped: whether the last step was skipped.
     """
-    if "step" in vars(scheduler):
-        return
-    original = scheduler.step
+    kind = type(scheduler)
+    plain: Any = kind.__base__ if getattr(kind, "_held_by_ds_lightning", False) else kind
 
-    def step(*args: Any, **kwargs: Any) -> None:
-        if not skipped():
-            original(*args, **kwargs)
+    class Held(plain):  # type: ignore[misc]
+        _held_by_ds_lightning = True
 
-    scheduler.step = step
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            if not skipped():
+                super().step(*args, **kwargs)
+
+    Held.__name__, Held.__qualname__, Held.__module__ = plain.__name__, plain.__qualname__, plain.__module__
+    scheduler.__class__ = Held

@@ -12,10 +12,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric
 
 import ds_lightning as dsl
+from ds_lightning.precision.loss_scale import LossScaleOptions
 
 WORDS = 13
 WIDTH = 6
@@ -146,10 +147,14 @@ class OddState(torch.optim.Optimizer):
     """Element-wise, with states of every kind: tensors, 0-dim tensors, int, float, None, str and a list."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "note": "odd"})
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -163,9 +168,8 @@ class OddState(torch.optim.Optimizer):
                 state["rate"] *= 0.9
                 state["velocity"].mul_(state["rate"]).add_(p.grad)
                 p.sub_(state["velocity"], alpha=group["lr"])
+        return result
 
-
-OddState.step.elementwise = True  # type: ignore[attr-defined]
 
 
 def make_optimizer(name: str, groups: Any, lr: float) -> torch.optim.Optimizer:
@@ -196,6 +200,9 @@ def trainer(kind: Any, precision: str = "32-true", *, steps: int = 2, **options:
     """A quiet Trainer over all ranks of the pool, or over this process alone for "single"."""
     alone = kind == "single"
     plugins = options.pop("plugins", [])
+    given = {} if precision == "16-mixed" else {"precision": precision}
+    if precision == "16-mixed":  # Lightning would turn it into bf16 on CPU
+        plugins = [*plugins, dsl.ZeroPrecision("16-mixed", LossScaleOptions(initial_scale_power=8))]
     strategy = kind if isinstance(kind, pl.strategies.Strategy) else strategy_of(kind, **options.pop("zero", {}))
     defaults: dict[str, Any] = {
         "max_steps": steps,
@@ -205,19 +212,23 @@ def trainer(kind: Any, precision: str = "32-true", *, steps: int = 2, **options:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
     }
     return pl.Trainer(
         accelerator="cpu",
         devices=1 if alone else dist.get_world_size(),
         strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
         plugins=plugins if alone else [PoolEnvironment(), *plugins],
-        **{**defaults, **options},
+        **{**defaults, **given, **options},
     )
 
 
 def loader(batch: int = 2, size: int = 24, seed: int = 5) -> DataLoader:
-    return DataLoader(Words(size, seed), batch_size=batch, shuffle=False)
+    """This rank's part, in order: Lightning's own sampler would shuffle, differently for each world size."""
+    words = Words(size, seed)
+    if not dist.is_initialized():
+        return DataLoader(words, batch)
+    return DataLoader(words, batch, sampler=DistributedSampler(words, shuffle=False))
 
 
 class AtTrainStart(Callback):

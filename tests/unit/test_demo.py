@@ -242,3 +242,9 @@ def test_tokens_of_a_batch(batch, count):
 )
 def test_bytes_per_parameter_on_two_ranks(stage, precision, expected):
     assert bytes_per_parameter(stage, 2, precision) == expected
+
+
+def test_small_parameters_stay_whole_at_stage_3_only():
+    assert bytes_per_parameter(3, 2, "32-true", whole=1.0) == 10
+    assert bytes_per_parameter(3, 2, "32-true", whole=0.5) == 9
+    assert bytes_per_parameter(1, 2, "32-true", whole=1.0) == 12

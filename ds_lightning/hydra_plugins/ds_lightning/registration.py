@@ -60,7 +60,7 @@ def register_with_lightning() -> None:
 
 def _import_ours() -> None:
     try:
-        importlib.import_module("ds_lightning")
+        importlib.import_module("ds_lightning.registration").register()
     except Exception as error:
         # An app that uses Lightning without us must start all the same.
         warnings.warn(
