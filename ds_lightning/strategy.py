@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from ds_lightning.config import Facts, ResolvedConfig, load, resolve
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.resolve import try_resolve
 from ds_lightning.config.source import read
-from ds_lightning.errors import CheckpointError, ConfigError
+from ds_lightning.errors import CheckpointError, ConfigError, TopologyError
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
 from ds_lightning.optim.from_config import build_optimizer
@@ -138,8 +140,8 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def engine(self) -> ZeroEngine | None:
-        """The runtime of the module that is being trained; None before set-up."""
-        return self._engine
+        """The runtime of the module that is being trained; None before set-up, and once the module is plain again."""
+        return None if self._engine is None or self._engine.dissolved else self._engine
 
     @property
     def loss_scale(self) -> float:
@@ -159,11 +161,11 @@ class ZeroStrategy(DDPStrategy):
 
         Equal on all ranks; reading it does not communicate.
         """
-        return self._engine.norms.last() if self._engine is not None else None
+        return self.engine.norms.last() if self.engine is not None else None
 
     def model_state_bytes(self) -> int:
         """Bytes of parameters, reduced gradients and optimizer states that this rank holds between steps."""
-        return self._engine.model_state_bytes() if self._engine is not None else 0
+        return self.engine.model_state_bytes() if self.engine is not None else 0
 
     # Plugins --------------------------------------------------------------------------------------------------------
 
@@ -268,7 +270,7 @@ class ZeroStrategy(DDPStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         """Called with the module of each run; a module that is sharded already stays so."""
         super().connect(model)
-        if self._engine is not None and self._engine.module is not model:
+        if self.engine is None or self.engine.module is not model:
             self._engine = None
 
     def setup_environment(self) -> None:
@@ -460,7 +462,7 @@ class ZeroStrategy(DDPStrategy):
     # Loop -----------------------------------------------------------------------------------------------------------
 
     def _scope(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._engine is None else self._engine.step_scope()
+        return nullcontext() if self.engine is None else self.engine.step_scope()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `training_step`."""
@@ -485,7 +487,7 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Entered by Lightning around micro-batches that do not end an accumulation window."""
-        with nullcontext() if self._engine is None else self._engine.no_sync():
+        with nullcontext() if self.engine is None else self.engine.no_sync():
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -509,8 +511,8 @@ class ZeroStrategy(DDPStrategy):
     # Ranks meet ------------------------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
-        if self._engine is not None:
-            self._engine.meet()
+        if self.engine is not None:
+            self.engine.meet()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
@@ -534,15 +536,15 @@ class ZeroStrategy(DDPStrategy):
         return gathered
 
     def _begin_evaluation(self) -> None:
-        if self._engine is not None:
-            self._engine.begin_evaluation()
-            for metric in _metrics(self._engine.module):
+        if self.engine is not None:
+            self.engine.begin_evaluation()
+            for metric in _metrics(self.engine.module):
                 metric.distributed_available_fn = _Meeting(self._meet, metric.distributed_available_fn)
 
     def _end_evaluation(self) -> None:
-        if self._engine is not None:
-            self._engine.end_evaluation()
-            for metric in _metrics(self._engine.module):
+        if self.engine is not None:
+            self.engine.end_evaluation()
+            for metric in _metrics(self.engine.module):
                 if isinstance(metric.distributed_available_fn, _Meeting):
                     metric.distributed_available_fn = metric.distributed_available_fn.original
 
@@ -576,7 +578,7 @@ class ZeroStrategy(DDPStrategy):
         """The module's `state_dict` with full fp32 values on rank 0, empty elsewhere. Collective."""
         module = self.lightning_module
         assert module is not None
-        engine = self._engine
+        engine = self.engine
         if engine is None:
             return _strip_compiled(module.state_dict())
         self._rendezvous("saving a checkpoint")
@@ -596,6 +598,11 @@ class ZeroStrategy(DDPStrategy):
             optimizer = optimizer._optimizer
         if self._engine is None:
             return dict(super().optimizer_state(optimizer))
+        if self._engine.dissolved:
+            raise CheckpointError(
+                "The module has been moved or cast, or trained by another Trainer, since this one trained it; its "
+                "optimizer states are gone. Save before, or with save_checkpoint(..., weights_only=True)."
+            )
         self._engine.follow_groups()
         return state.full_optimizer_state(self._engine, self._engine.sharded(optimizer))
 
@@ -616,8 +623,8 @@ class ZeroStrategy(DDPStrategy):
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             except (CheckpointError, OSError, RuntimeError) as error:
                 problem = str(error)
-        if self._engine is not None:
-            problem = self._engine.agreement.from_rank(problem)
+        if self.engine is not None:
+            problem = self.engine.agreement.from_rank(problem)
         if problem is not None:
             raise CheckpointError(problem)
 
@@ -652,6 +659,11 @@ class ZeroStrategy(DDPStrategy):
         problem: str | None = None
         try:
             loaded = self._read_checkpoint(checkpoint_path, weights_only)
+            if not isinstance(loaded, dict) or "state_dict" not in loaded:
+                raise CheckpointError(
+                    f"{checkpoint_path} is a file of torch, but no Lightning checkpoint: it has no 'state_dict'. Load bare "
+                    "weights with module.load_state_dict before fit."
+                )
         except CheckpointError as error:
             problem = str(error)
         # A file may be there for some ranks and not for others, which would wait for them.
@@ -684,14 +696,14 @@ class ZeroStrategy(DDPStrategy):
             module.load_state_dict(saved, strict=strict and not excluded)
 
     def _loading(self) -> AbstractContextManager[Any]:
-        if self._engine is not None:
-            return self._engine.loading()
+        if self.engine is not None:
+            return self.engine.loading()
         return nullcontext() if self._construction is None else self._construction.building()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states; each rank keeps what it owns."""
         saved = checkpoint["optimizer_states"]
-        if self._engine is None:
+        if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
         if len(saved) != len(self.optimizers):
@@ -699,10 +711,10 @@ class ZeroStrategy(DDPStrategy):
                 f"The checkpoint has states of {len(saved)} optimizers, configure_optimizers makes "
                 f"{len(self.optimizers)}."
             )
-        self._engine.follow_groups()  # finetuning callbacks have just put theirs back
+        self.engine.follow_groups()  # finetuning callbacks have just put theirs back
         names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or [None] * len(saved)
         for optimizer, entry, order in zip(self.optimizers, saved, names, strict=False):
-            state.load_optimizer_state(self._engine, self._engine.sharded(optimizer), entry, order)
+            state.load_optimizer_state(self.engine, self.engine.sharded(optimizer), entry, order)
 
     def _rendezvous(self, what: str) -> None:
         assert self._engine is not None
@@ -719,6 +731,8 @@ class ZeroStrategy(DDPStrategy):
         self._failed = True
         if self._engine is not None:
             self._engine.abort()
+        if isinstance(exception, TopologyError):
+            _end_children(self._launcher)
 
     def teardown(self) -> None:
         """Leave the module sharded, for saving and evaluation after `fit`; idempotent, and safe after a failure."""
@@ -733,6 +747,20 @@ class ZeroStrategy(DDPStrategy):
         """Process groups and engines belong to a process."""
         values: dict[str, Any] = super().__getstate__()
         return {**values, "_engine": None, "_topology": None, "_construction": None}
+
+
+_CHILD_GRACE = 3.0  # seconds in which the other ranks may fail and say why
+
+
+def _end_children(launcher: Any) -> None:
+    """A rank that is stuck must not outlive the one that started it; Lightning ends children after Ctrl-C only."""
+    end = time.monotonic() + _CHILD_GRACE
+    for process in getattr(launcher, "procs", ()):
+        if isinstance(process, subprocess.Popen):
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -815,10 +843,9 @@ def _refuse_callbacks(trainer: pl.Trainer, stage: int) -> None:
         return
     names = {"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        bad = next((cls.__name__ for cls in type(callback).__mro__ if cls.__name__ in names), None)
-        if bad is not None:
+        if any(cls.__name__ in names for cls in type(callback).__mro__):
             raise ConfigError(
-                f"The callback {bad} copies or prunes whole parameters, which no rank holds at "
+                f"The callback {type(callback).__name__} copies or prunes whole parameters, which no rank holds at "
                 "zero_optimization.stage=3. Use stage 0, 1 or 2 with it."
             )
 

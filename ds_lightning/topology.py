@@ -56,7 +56,9 @@ class Topology:
                 "for (devices * num_nodes). It was created before this Trainer; ask for the same number of ranks, or "
                 "start a new process."
             )
-        known = _KNOWN.setdefault(dist.group.WORLD, {})
+        default = dist.group.WORLD
+        assert default is not None
+        known = _KNOWN.setdefault(default, {})
         key = (device, timeout)
         if key not in known:
             # Own groups: traffic of the default group (logging, Lightning's per-batch flags) never queues behind ours,

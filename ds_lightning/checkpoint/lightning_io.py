@@ -86,11 +86,6 @@ class ZeroCheckpointIO(TorchCheckpointIO):
                 f"{source} ({source.stat().st_size} bytes) is not a complete checkpoint: it may be truncated, or of "
                 f"another kind. ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
             ) from error
-        if not isinstance(loaded, dict) or "state_dict" not in loaded:
-            raise CheckpointError(
-                f"{source} is a file of torch, but no Lightning checkpoint: it has no 'state_dict'. Load bare weights "
-                "with module.load_state_dict before fit."
-            )
         return loaded
 
 

@@ -70,6 +70,11 @@ class PendingReduce:
         reduce_sum(out, self._sources, scale=factor, accumulate=accumulate)
         self._sources = []
 
+    def discard(self) -> None:
+        """Wait, and forget the result."""
+        self._pending.wait()
+        self._sources = []
+
 
 class Collectives(abc.ABC):
     """What the engine asks of a backend. Every method is collective over the data group, in the same order."""

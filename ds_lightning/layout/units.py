@@ -13,6 +13,9 @@ from ds_lightning.errors import ConfigError
 ROOT = ""
 """Name of the root scope: everything that lies in no repeated block."""
 
+LARGE_LEAF_NUMEL = 1 << 20
+"""A layer outside every block that has this many elements (an embedding, a head) is gathered by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
@@ -77,14 +80,17 @@ def find_scopes(module: nn.Module, leaves: LeafModules | None = None) -> list[st
     """Names of the sub-modules that are gathered as one, in order of registration.
 
     A scope is an element of a repeated `ModuleList` or `Sequential`: a container of which at least two elements have
-    parameters and the same class. The outermost such container wins, so a block of experts is one scope. `leaves`
-    names further ones; scopes inside a leaf are dropped.
+    parameters and the same class. The outermost such container wins, so a block of experts is one scope. Large layers
+    outside of blocks are scopes too. `leaves` names further ones; scopes inside a leaf are dropped.
     """
     leaves = leaves or LeafModules()
     found: list[str] = []
 
     def visit(name: str, node: nn.Module) -> None:
         if name and leaves.matches(name, node) and _has_parameters(node):
+            found.append(name)
+            return
+        if name and _is_large_leaf(node):
             found.append(name)
             return
         repeated = _is_repeated(node)
@@ -101,6 +107,12 @@ def find_scopes(module: nn.Module, leaves: LeafModules | None = None) -> list[st
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _is_large_leaf(module: nn.Module) -> bool:
+    if next(module.children(), None) is not None:
+        return False
+    return sum(parameter.numel() for parameter in module.parameters()) >= LARGE_LEAF_NUMEL
 
 
 def _is_repeated(module: nn.Module) -> bool:

@@ -54,9 +54,7 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agr
 
 
 class GradientNorms:
-    """Owns global 2-norms: of each optimizer's gradients as they are, and of the last step's: averaged, unscaled, before
-    clipping.
-    """
+    """Owns global 2-norms: of gradients as they are, and of the last step's, averaged and unscaled, before clipping."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement

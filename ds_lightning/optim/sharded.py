@@ -85,9 +85,9 @@ class ShardedOptimizer:
         self._users: list[list[nn.Parameter]] | None = None
 
     @property
-    def groups(self) -> frozenset[int]:
+    def groups(self) -> range:
         """Indices of its groups among the groups of all optimizers."""
-        return frozenset(range(self.first_group, self.first_group + GROUPS))
+        return range(self.first_group, self.first_group + GROUPS)
 
     def user_params(self) -> list[list[nn.Parameter]]:
         """The user's parameters, by group, also during a step."""
@@ -154,6 +154,10 @@ class ShardedOptimizer:
         present: list[Run] = []
         kept: list[Run] = []
         for run in self.runs:
+            if run.gradients.complete_set:
+                kept.append(run)
+                present.append(run)
+                continue
             flags = [run.gradients.valid and run.gradients.present[slot] for slot in run.slots]
             if all(flags):
                 kept.append(run)
@@ -204,7 +208,10 @@ class ShardedOptimizer:
         found = []
         for gradients in self.units:
             slots = gradients.unit.slots
-            if gradients.valid and any(p and s.group in groups for p, s in zip(gradients.present, slots, strict=True)):
+            if gradients.valid and (
+                gradients.complete_set
+                or any(p and s.group in groups for p, s in zip(gradients.present, slots, strict=True))
+            ):
                 found.append(gradients.unit.index)
         return sorted(found)
 
@@ -223,12 +230,11 @@ class ShardedOptimizer:
             if not gradients.valid:
                 continue
             assert gradients.grad is not None
-            chunk = gradients.buffers.owned
-            start, stop = (0, gradients.unit.numel) if gradients.whole and not owned else chunk
-            offset = 0 if gradients.whole else chunk[0]
+            whole = gradients.whole and not owned
+            offset = 0 if gradients.whole else gradients.buffers.owned[0]
             found += [
                 gradients.grad[piece.start - offset : piece.stop - offset]
-                for piece in gradients.unit.pieces(start, stop)
+                for piece in (gradients.all_pieces if whole else gradients.owned_pieces)
                 if piece.group in groups
             ]
         return found

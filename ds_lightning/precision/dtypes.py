@@ -18,8 +18,8 @@ class DtypePolicy:
     With `compute`, matrices compute and travel in 16 bit and have fp32 masters. Vectors and scalars (norms, biases,
     gates) stay in fp32 altogether: autocast and every norm layer take them so, their memory does not matter, and
     batch norm refuses 16-bit weights beside fp32 statistics. Recurrent layers stay in fp32 too, because their kernels
-    want one dtype. Frozen matrices are no exception: what the user gave in fp32 is saved, and unfrozen later, in fp32. Who
-    wants them in 16 bit throughout gives them in 16 bit.
+    want one dtype. Frozen matrices have masters as well: what the user gave in fp32 is saved, and unfrozen later, in
+    fp32. Who wants them in 16 bit throughout gives them in 16 bit.
     """
 
     compute: torch.dtype | None = None

@@ -126,8 +126,8 @@ class ZeroPrecision(Precision):
         if self.precision == "16-mixed" and fp16 is not None:
             if self.fp16 not in (None, fp16):
                 raise ConfigError(
-                    f"The fp16 block of the configuration ({fp16}) and ZeroPrecision(fp16={self.fp16}) differ. Keep one "
-                    "of the two."
+                    f"The fp16 block of the configuration ({fp16}) and ZeroPrecision(fp16={self.fp16}) differ. Keep "
+                    "one of the two."
                 )
             self.loss_scaler = LossScaler(fp16)
         self.cast_inputs = self.cast_inputs or (cast_inputs and self.precision == "16-mixed")

@@ -39,7 +39,8 @@ def forget(engine: ZeroEngine) -> None:
 def engine_of(parameter: nn.Parameter) -> ZeroEngine | None:
     """The engine that holds a parameter, None if it is an ordinary one."""
     found = _ENGINES.get(parameter)
-    return found() if found is not None else None
+    engine = found() if found is not None else None
+    return None if engine is None or engine.dissolved else engine
 
 
 @contextmanager

@@ -14,9 +14,10 @@ class BufferSync:
     """Broadcasts all buffers of a module from rank 0, in one call per dtype."""
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
-        self._module = module
         self._collectives = collectives
         self._due = True
+        # Walking the modules of a large model takes longer than the broadcast of a few buffers.
+        self._owners = [(child, name) for child in module.modules() for name in child._buffers]
 
     def before_forward(self, will_reduce: bool) -> None:
         """Called before each forward. As in DDP, a forward whose gradients stay local sends nothing the next time."""
@@ -30,7 +31,10 @@ class BufferSync:
         if topology.world_size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        for buffer in self._module.buffers():
+        for owner, name in self._owners:
+            buffer = owner._buffers.get(name)
+            if buffer is None:
+                continue
             if buffer.numel() and not buffer.is_sparse and buffer.device.type == topology.device.type:
                 by_dtype[buffer.dtype].append(buffer)
         with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_lightning.layout.flat import Unit
+from ds_lightning.ops.memory import keep_freed_memory
 from ds_lightning.zero.plan import StagePlan
 
 ReadParameter = Callable[[nn.Parameter], torch.Tensor]
@@ -18,11 +19,13 @@ class ScratchPool:
     """Owns flat scratch buffers that are used again and again.
 
     On CPU, memory that is freed goes back to the kernel and faults in page by page when it is allocated again, which
-    costs as much as a gather. On GPUs torch's caching allocator does this job, so nothing is kept here.
+    costs as much as a gather. On GPUs torch's caching allocator keeps it, and so does the C library if it can be told
+    to (`ops.memory.keep_freed_memory`): then nothing is kept here, and what is free serves other purposes too.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._keeps = device.type == "cpu" and not keep_freed_memory()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -35,7 +38,7 @@ class ScratchPool:
 
     def give(self, tensor: torch.Tensor) -> None:
         """Hand back a tensor taken before; nobody may use it any more."""
-        if self._device.type == "cpu":
+        if self._keeps:
             self._free[tensor.numel(), tensor.dtype].append(tensor)
 
     def clear(self) -> None:

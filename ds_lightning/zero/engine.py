@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ConfigError, ReleasedParameterError
 from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ROOT, ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
-from ds_lightning.ops.memory import keep_freed_memory
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
@@ -61,10 +61,6 @@ class ZeroEngine:
         self.module = module
         self.topology = topology
         self.plan = plan
-        if topology.device.type == "cpu":
-            # Gathered units, gradients and activations come and go every step; given back to the kernel, each would
-            # fault in again page by page, which costs as much as the communication.
-            keep_freed_memory()
         self.options = options or EngineOptions()
         self.ledger = Ledger()
         self.agreement = Agreement(topology)
@@ -74,6 +70,7 @@ class ZeroEngine:
         self.norms = GradientNorms(self.agreement)
         self.backwards = 0  # that are over
         self.failed = False
+        self.dissolved = False
 
         named = named_parameters(module)
         check_parameters(named)
@@ -164,7 +161,7 @@ class ZeroEngine:
         for unit in layout.units:
             parameters = [self._parameters[slot.name] for slot in unit.slots]
             buffers = UnitBuffers(unit, parameters, self.plan, self.topology.rank)
-            buffers.fill(read, lambda values, unit=unit: self._from_rank_zero(values, unit), self.topology.device)
+            buffers.fill(read, partial(self.collectives.broadcast, what=unit.name), self.topology.device)
             self.units[unit.index] = buffers
             for place, slot in enumerate(unit.slots):
                 self._where[slot.name] = (unit.index, place)
@@ -188,6 +185,7 @@ class ZeroEngine:
             )
 
     def _hook_everything(self) -> None:
+        self.hooks.moves(self.module, self)
         if any(buffers.sharded for buffers in self.units.values()):
             modules = dict(self.module.named_modules())
             self.hooks.root(self.module, self)
@@ -205,10 +203,6 @@ class ZeroEngine:
             after_step=lambda: self._after_step(sharded),
             after_zero_grad=lambda: self._after_zero_grad(sharded),
         )
-
-    def _from_rank_zero(self, values: torch.Tensor, unit: Unit) -> None:
-        """Make a unit's values equal to rank 0's. Collective."""
-        self.collectives.broadcast(values, unit.name)
 
     def _numels(self) -> dict[int, int]:
         return {index: buffers.unit.numel for index, buffers in self.units.items()}
@@ -319,6 +313,10 @@ class ZeroEngine:
         self._enter()
         try:
             yield
+        except BaseException:
+            if self._depth == 1 and not self._evaluating:
+                self.residency.release_present()  # no backward comes
+            raise
         finally:
             self._leave()
 
@@ -526,7 +524,8 @@ class ZeroEngine:
             yield
         except BaseException:
             self._in_backward = False
-            self.reducer.reset()
+            self._entered = ()
+            self.reducer.fail()
             raise
         finally:
             self._bracketed = before
@@ -554,7 +553,7 @@ class ZeroEngine:
             self._need([index for index in units if index in self.units])
 
     def gradient_arrived(self, gradients: UnitGradients) -> None:
-        """A parameter has its gradient."""
+        """The first, or the last expected, parameter of a unit has its gradient."""
         if not self._in_backward or not self._bracketed:
             self._begin_backward()
         self.reducer.arrived(gradients)
@@ -839,8 +838,19 @@ class ZeroEngine:
         for sharded in self.optimizers:
             sharded.swap_out()
 
+    def before_move(self) -> None:
+        """The whole module is moved or cast, by its user or by another strategy: it becomes a plain one first."""
+        if self._depth:
+            raise ConfigError("A module cannot be moved or cast inside a step while its parameters are sharded.")
+        if any(len(b.master) < b.unit.numel and not b.aliased for b in self.units.values()):
+            self.agreement.rendezvous(
+                "moving or casting a sharded module", "It is made whole first; call `to`, `cpu` ... on every rank."
+            )
+        self.dissolve()
+
     def dissolve(self) -> None:
         """Turn the module into a plain one with full parameters, and forget it. Collective."""
+        self.dissolved = True
         self.residency.release_all()
         for index in list(self.units):
             full = self.full_values(index).clone()

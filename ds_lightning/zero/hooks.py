@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -28,13 +29,57 @@ class Listener(Protocol):
         """The model's own forward is over, or failed."""
 
     def gradient_arrived(self, gradients: UnitGradients) -> None:
-        """A parameter has its gradient."""
+        """The first, or the last expected, parameter of a unit has its gradient."""
 
     def before_state_dict(self) -> None:
         """Some module's `state_dict` begins."""
 
     def after_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         """Some module's `state_dict` is filled."""
+
+    def before_move(self) -> None:
+        """Someone converts the model as a whole: `to`, `cpu`, `half`."""
+
+
+class _Moves:
+    """Stands for a module's `_apply` on the instance: torch has no hook for it."""
+
+    def __init__(self, module: nn.Module, listener: Listener) -> None:
+        self._module = ref(module)
+        self._listener = ref(listener)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        module, listener = self._module(), self._listener()
+        assert module is not None
+        if listener is not None:
+            listener.before_move()
+        moved: nn.Module = type(module)._apply(module, *args, **kwargs)
+        return moved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copied module is an ordinary one."""
+        return memo[id(self._module())]._apply
+
+    def __reduce__(self) -> Any:
+        """So is one that is pickled."""
+        return getattr, (self._module(), "_apply")
+
+
+class _Hook:
+    """A hook of the engine's on a module; in a copy of the module, also a pickled one, it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 class HookSet:
@@ -44,6 +89,12 @@ class HookSet:
         self._handles: list[RemovableHandle] = []
         self._by_unit: dict[int, list[RemovableHandle]] = {}
         self._optimizers: list[tuple[torch.optim.Optimizer, list[RemovableHandle]]] = []
+        self._moved: nn.Module | None = None
+
+    def moves(self, module: nn.Module, listener: Listener) -> None:
+        """Hook conversions of the whole model, such as another strategy's `module.to(device)`."""
+        module._apply = _Moves(module, listener)  # type: ignore[method-assign]
+        self._moved = module
 
     def scopes(self, modules: Mapping[str, nn.Module], listener: Listener) -> None:
         """Hook the forward of gathered modules."""
@@ -55,29 +106,42 @@ class HookSet:
             def after(_: nn.Module, args: Any, output: Any, scope: str = scope) -> None:
                 listener.after_scope(scope, args, output)
 
-            self._handles.append(module.register_forward_pre_hook(before))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(_Hook(before)))
+            self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
 
     def root(self, module: nn.Module, listener: Listener) -> None:
         """Hook the model's own forward."""
-        self._handles.append(module.register_forward_pre_hook(lambda _, __: listener.before_root()))
-        self._handles.append(module.register_forward_hook(lambda _, __, ___: listener.after_root(), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_Hook(lambda _, __: listener.before_root())))
+        after = _Hook(lambda _, __, ___: listener.after_root())
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def state_dicts(self, modules: Iterable[nn.Module], listener: Listener) -> None:
         """Hook `state_dict` of every module that may own a sharded parameter."""
         for module in modules:
-            self._handles.append(module.register_state_dict_pre_hook(lambda *_: listener.before_state_dict()))
+            before = _Hook(lambda *_: listener.before_state_dict())
+            self._handles.append(module.register_state_dict_pre_hook(before))
 
             def after(module: nn.Module, destination: dict[str, Any], prefix: str, _: Any) -> None:
                 listener.after_state_dict(module, destination, prefix)
 
-            self._handles.append(module.register_state_dict_post_hook(after))
+            self._handles.append(module.register_state_dict_post_hook(_Hook(after)))
 
     def gradients(self, gradients: UnitGradients, listener: Listener) -> None:
-        """Hook the gradients of a unit's parameters."""
+        """Hook the gradients of a unit's parameters.
 
-        def arrived(_: torch.Tensor) -> None:
-            listener.gradient_arrived(gradients)
+        The garbage collector does not see what autograd holds, so a hook must not keep its own parameter alive.
+        """
+        owner, unit = ref(listener), ref(gradients)
+
+        def arrived(_: torch.Tensor) -> None:  # runs for every parameter in every backward: one frame, no more
+            arrivals = unit()
+            if arrivals is None:
+                return
+            arrivals.ready += 1
+            if arrivals.ready == 1 or arrivals.ready >= arrivals.expected:
+                engine = owner()
+                if engine is not None:
+                    engine.gradient_arrived(arrivals)
 
         handles = self._by_unit[gradients.unit.index] = []
         for parameter in gradients.parameters:
@@ -129,6 +193,9 @@ class HookSet:
     def remove(self) -> None:
         """Unhook everything."""
         self.remove_optimizers()
+        if self._moved is not None:
+            self._moved.__dict__.pop("_apply", None)
+            self._moved = None
         for index in list(self._by_unit):
             self.remove_gradients(index)
         for handle in self._handles:

@@ -2,11 +2,11 @@
 
 [Note: the order of reductions] Ranks must start the same reductions in the same order, whatever their gradients look
 like. Units are started in an order that all ranks share; a unit whose gradients are complete waits for those before it.
-A rank may wait for a reduction in the middle of its backward, so every rank must come to start it without being asked: at
-the end of backward a rank starts all that others may have started, with zeros where it has nothing (a branch that it did
-not take). Units that no rank had gradients for in a recent backward are late: nobody starts them before the end, where
-what is left (these, a second gradient from reentrant checkpointing) is agreed upon on the control group, so that unused
-parameters cost no communication.
+A rank may wait for a reduction in the middle of its backward, so every rank must come to start it without being asked:
+at the end of backward a rank starts all that others may have started, with zeros where it has nothing (a branch that it
+did not take). Units that no rank had gradients for in a recent backward are late: nobody starts them before the end,
+where what is left (these, a second gradient from reentrant checkpointing) is agreed upon on the control group, so that
+unused parameters cost no communication.
 
 [Note: one reducer] The mean of a gradient is `1/world_size * ((g_0 + g_1) + g_2 ...)`, summed in rank order in fp32 (or
 wider), at every stage. Stage 0 then gathers the shards; stages 1-3 keep them.
@@ -30,8 +30,8 @@ from ds_lightning.zero.residency import TAGS
 
 REDUCE_TAG = 1
 EXPOSE_TAG = 2
-IN_FLIGHT = 2
-"""Reductions that may be under way at once: each holds a unit's gradients twice."""
+IN_FLIGHT = 1
+"""Reductions that may be under way while backward goes on: each holds a unit's gradients once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ class UnitGradients:
         self.whole = not plan.shard_optimizer
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
         self.exposes = self.whole and unit.dtype == unit.master_dtype
+        self.all_pieces = unit.pieces(0, unit.numel)
+        self.owned_pieces = unit.pieces(*buffers.owned)
         self.grad: torch.Tensor | None = None
         self.valid = False
         self.present = [False] * len(unit.slots)
@@ -97,6 +99,11 @@ class UnitGradients:
         self.ready = self.expected = self.launched = self.landed = 0
         self.complete = False
         self.arrived = bytearray(len(self.unit.slots))
+
+    @property
+    def complete_set(self) -> bool:
+        """Whether every parameter of the unit has a gradient."""
+        return self.valid and all(self.present)
 
     def pending(self) -> bool:
         """Whether there are gradients that have not been reduced."""
@@ -174,7 +181,7 @@ class UnitGradients:
             if present:
                 parameter.grad = self.grad[slot.start : slot.stop].view(slot.shape)
 
-    def zero(self, groups: frozenset[int]) -> None:
+    def zero(self, groups: range) -> None:
         """Forget the gradients of these parameter groups."""
         kept = [slot.group not in groups for slot in self.unit.slots]
         self.present = [present and keep for present, keep in zip(self.present, kept, strict=True)]
@@ -232,6 +239,7 @@ class GradientReducer:
         self._cursor = 0
         self._completed: list[int] = []
         self._in_flight: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()
+        self._stale: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()  # of a failed backward
         self.sync = True
         for buffers in units:
             self.add(buffers)
@@ -260,10 +268,9 @@ class GradientReducer:
         return self.sync or self._plan.shard_grads
 
     def arrived(self, gradients: UnitGradients) -> None:
-        """One more parameter of a unit has its gradient (called from the parameter's hook)."""
-        if not gradients.ready:
+        """The first parameter of a unit has its gradient, or as many as are expected (called from hooks)."""
+        if not gradients.expected:
             gradients.expected = sum(parameter.requires_grad for parameter in gradients.parameters)
-        gradients.ready += 1
         if gradients.ready < gradients.expected or gradients.complete:
             return
         if any(p.grad is None and p.requires_grad for p in gradients.parameters):
@@ -303,6 +310,7 @@ class GradientReducer:
         self._advance()
 
     def _launch(self, gradients: UnitGradients) -> None:
+        self._settle()
         unit = gradients.unit
         taken: list[torch.Tensor] = []
 
@@ -356,8 +364,21 @@ class GradientReducer:
                     gradients.fold()
         self.reset()
 
+    def fail(self) -> None:
+        """A backward has failed: what is under way still arrives, before anything new, and counts for nothing."""
+        self._stale.extend(self._in_flight)
+        self._in_flight.clear()
+        self.reset()
+
+    def _settle(self) -> None:
+        while self._stale:
+            _, pending, taken = self._stale.popleft()
+            pending.discard()
+            for tensor in taken:
+                self._pool.give(tensor)
+
     def reset(self) -> None:
-        """A backward is over, or has failed."""
+        """A backward is over."""
         for gradients in self.units.values():
             gradients.reset()
         self._cursor = 0
@@ -448,7 +469,7 @@ class GradientReducer:
         order: list[int] = self._agreement.from_rank(list(dict.fromkeys(early + again)))
         return order
 
-    def zero(self, groups: frozenset[int]) -> None:
+    def zero(self, groups: range) -> None:
         """Forget the reduced gradients of these parameter groups."""
         for gradients in self.units.values():
             gradients.zero(groups)
@@ -456,6 +477,7 @@ class GradientReducer:
     def abandon(self) -> None:
         """Forget reductions in flight after a failure, without waiting for ranks that may be gone."""
         self._in_flight.clear()
+        self._stale.clear()
 
     @property
     def state_nbytes(self) -> int:

@@ -175,6 +175,13 @@ class ResidencyManager:
             entry.sticky = False
             self.release(index)
 
+    def release_present(self) -> None:
+        """As `release_all`, without waiting for what is under way: other ranks may be gone."""
+        for index, entry in self.units.items():
+            entry.sticky = False
+            if entry.state is Residency.FULL:
+                self.release(index)
+
     def abandon(self) -> None:
         """Forget gathers in flight after a failure, without waiting for ranks that may be gone."""
         for entry in self.units.values():

@@ -9,8 +9,8 @@ from typing import Any
 def hold_on_skip(scheduler: Any, skipped: Callable[[], bool]) -> None:
     """Make `scheduler.step` do nothing after a skipped step.
 
-    Lightning steps schedulers by itself, whether the optimizer stepped or not; an overflow would then move the schedule.
-    The object gets a class of its own rather than an attribute: a scheduler's `state_dict` is its attributes.
+    Lightning steps schedulers by itself, whether the optimizer stepped or not; an overflow would move the schedule. The
+    object gets a class of its own rather than an attribute: a scheduler's `state_dict` is its attributes.
 
     Args:
         scheduler: stepped once per optimizer step.
@@ -19,7 +19,7 @@ def hold_on_skip(scheduler: Any, skipped: Callable[[], bool]) -> None:
     kind = type(scheduler)
     plain: Any = kind.__base__ if getattr(kind, "_held_by_ds_lightning", False) else kind
 
-    class Held(plain):  # type: ignore[misc]
+    class Held(plain):
         _held_by_ds_lightning = True
 
         def step(self, *args: Any, **kwargs: Any) -> None:

@@ -301,7 +301,20 @@ def report(model: str, precision: str, rounds: dict[str, list[dict[str, Any]]]) 
     itemsize = 4 if precision == "fp32" else 2
     theory = numel * itemsize * 2 * (2 - 1) / 2  # DDP's all-reduce on two ranks sends G per rank
     print(f"\n{model}, {precision}, {numel / 1e6:.2f} M parameters, G = {theory / 1e6:.1f} MB per rank and step")
-    header = ("contestant", "ms/step", "x DDP", "cpu ms", "x DDP", "first", "x DDP", "wire/G", "state B/p", "peak MB", "x DDP", "loss")
+    header = (
+        "contestant",
+        "ms/step",
+        "x DDP",
+        "cpu ms",
+        "x DDP",
+        "first",
+        "x DDP",
+        "wire/G",
+        "state B/p",
+        "peak MB",
+        "x DDP",
+        "loss",
+    )
     print("{:>16} {:>9} {:>7} {:>8} {:>7} {:>7} {:>7} {:>7} {:>9} {:>8} {:>7} {:>9}".format(*header))
 
     def median(results: list[dict[str, Any]], key: str) -> float:
@@ -325,7 +338,11 @@ def report(model: str, precision: str, rounds: dict[str, list[dict[str, Any]]]) 
             median(results, "peak") / median(reference, "peak"),
             results[0]["losses"][-1],
         )
-        print("{:>16} {:9.1f} {:7.3f} {:8.1f} {:7.3f} {:7.2f} {:7.2f} {:7.3f} {:9.2f} {:8.0f} {:7.3f} {:9.5f}".format(*row))
+        print(
+            "{:>16} {:9.1f} {:7.3f} {:8.1f} {:7.3f} {:7.2f} {:7.2f} {:7.3f} {:9.2f} {:8.0f} {:7.3f} {:9.5f}".format(
+                *row
+            )
+        )
     spread = max(
         abs(a - b)
         for results in rounds.values()

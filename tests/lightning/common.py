@@ -147,7 +147,9 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     return (difference / sum(float(value.square().sum()) for value in right.values())) ** 0.5
 
 
-def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor], what: str = "", tolerance: float = 1e-6) -> None:
+def assert_same(
+    left: Mapping[str, Tensor], right: Mapping[str, Tensor], what: str = "", tolerance: float = 1e-6
+) -> None:
     """Equal as far as the order of fp32 sums allows (the tolerance of the parity matrix)."""
     found = distance(left, right)
     worst = max(right, key=lambda name: float((left[name] - right[name]).abs().max()) if right[name].numel() else 0.0)
@@ -162,7 +164,9 @@ def assert_moved(module: nn.Module, before: Mapping[str, Tensor], names: Sequenc
         assert not torch.equal(after[name], before[name]), f"{name} did not move"
 
 
-def run(make: Callable[[], pl.LightningModule], kind: int | str, config: Any = None, **arguments: Any) -> dict[str, Any]:
+def run(
+    make: Callable[[], pl.LightningModule], kind: int | str, config: Any = None, **arguments: Any
+) -> dict[str, Any]:
     """Train a new module; its weights, and whatever it wrote into `module.said`. `callbacks` is a function."""
     dist.barrier()
     torch.manual_seed(11 + dist.get_rank())

@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """Odd sizes, a tied pair, a frozen and an unused layer, buffers, a metric, 0-dim and bare parameters, two groups."""
+    """Odd sizes, a tied pair, frozen and unused layers, buffers, a metric, 0-dim and bare parameters, two groups."""
 
     def __init__(self, optimizer: str = "adamw", seed: int = 1, lr: float = 0.01, optimizers: int = 1) -> None:
         super().__init__()
@@ -161,7 +161,9 @@ class OddState(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state.update(velocity=torch.zeros_like(p), count=0, rate=0.5, nothing=None, kind="odd", history=[1, 2])
+                    state.update(
+                        velocity=torch.zeros_like(p), count=0, rate=0.5, nothing=None, kind="odd", history=[1, 2]
+                    )
                     state["step"] = torch.tensor(0.0)
                 state["count"] += 1
                 state["step"] += 1
@@ -169,7 +171,6 @@ class OddState(torch.optim.Optimizer):
                 state["velocity"].mul_(state["rate"]).add_(p.grad)
                 p.sub_(state["velocity"], alpha=group["lr"])
         return result
-
 
 
 def make_optimizer(name: str, groups: Any, lr: float) -> torch.optim.Optimizer:
@@ -254,7 +255,9 @@ def same(left: Any, right: Any, path: str = "") -> list[str]:
         return [] if equal else [f"{path}: {left.dtype} {tuple(left.shape)} {left!r:.80} {right!r:.80}"]
     if isinstance(left, dict) and isinstance(right, dict):
         found = [f"{path}.{key}: only in one" for key in left.keys() ^ right.keys()]
-        return found + [line for key in left.keys() & right.keys() for line in same(left[key], right[key], f"{path}.{key}")]
+        return found + [
+            line for key in left.keys() & right.keys() for line in same(left[key], right[key], f"{path}.{key}")
+        ]
     if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
         return [line for i, (a, b) in enumerate(zip(left, right, strict=True)) for line in same(a, b, f"{path}[{i}]")]
     return [] if left == right and type(left) is type(right) else [f"{path}: {left!r:.80} {right!r:.80}"]

@@ -120,7 +120,9 @@ def test_optimizer_states_of_every_kind_survive_a_change_of_stage_and_world_size
 
 
 def loss_scale_after_resume(source, kind):
-    seen = AtTrainStart(lambda run, _: (run.strategy.loss_scale, run.strategy.precision_plugin.loss_scaler.state_dict()))
+    seen = AtTrainStart(
+        lambda run, _: (run.strategy.loss_scale, run.strategy.precision_plugin.loss_scaler.state_dict())
+    )
     run = trainer(kind, "16-mixed", steps=4, callbacks=[seen])
     run.fit(Model(seed=2), loader(), ckpt_path=source)
     return seen.result
@@ -200,6 +202,35 @@ def test_frozen_weights_are_restored(tmp_path, stage):
     assert torch.equal(restored.frozen.weight, torch.full((WIDTH, WIDTH), 0.25))
     assert restored.head.weight is restored.embedding.weight
     assert same(dict(restored.state_dict()), read(path)["state_dict"]) == []
+
+
+class TwoTies(Model):
+    """Two pairs of tied weights, one of them frozen."""
+
+    def __init__(self, seed=1):
+        super().__init__(seed=seed)
+        self.twin = self.frozen
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.twin(self.gain).sum()
+
+
+def save_ties(folder, stage, precision):
+    run = trainer(stage, precision)
+    run.fit(TwoTies(), loader())
+    for _ in range(2):  # into new folders, and over what is there
+        run.save_checkpoint(f"{folder}/some/new/folder/a.ckpt")
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16-mixed"), (3, "32-true"), (3, "bf16-mixed")])
+def test_every_name_of_a_tied_weight_is_saved_frozen_or_not(tmp_path, stage, precision):
+    run_ranks(save_ties, 2, str(tmp_path), stage, precision)
+    saved = read(tmp_path / "some" / "new" / "folder" / "a.ckpt")["state_dict"]
+    assert {"twin.weight", "frozen.weight", "head.weight", "embedding.weight"} <= set(saved)
+    fresh = TwoTies(seed=2)
+    fresh.load_state_dict(saved, strict=True)
+    assert fresh.twin.weight is fresh.frozen.weight
+    assert same(dict(saved), dict(fresh.state_dict())) == []
 
 
 class WithConfig(Model):
@@ -525,7 +556,9 @@ def test_only_the_best_files_and_the_last_one_are_kept(tmp_path, stage, save_las
     assert len(files) == 3
     assert "last.ckpt" in files
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
-    plain = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    plain = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False
+    )
     expected = plain.test(Model.load_from_checkpoint(best), loader(seed=7), verbose=False)
     assert metrics[0]["test_loss"] == pytest.approx(expected[0]["test_loss"], rel=1e-6)
 
@@ -603,7 +636,9 @@ def state_dict_everywhere(path, stage, precision):
     return same(saved, direct), same(blocks, part), {name: value.shape for name, value in inside.items()}
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16-mixed"), (1, "bf16-mixed"), (3, "32-true"), (3, "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "bf16-mixed"), (1, "bf16-mixed"), (3, "32-true"), (3, "bf16-mixed")]
+)
 def test_state_dict_called_on_every_rank_is_full_on_every_rank(tmp_path, stage, precision):
     for whole, part, shapes in run_ranks(state_dict_everywhere, 2, str(tmp_path / "a.ckpt"), stage, precision):
         assert part == []

@@ -29,6 +29,14 @@ FITS = SHARD_EVERYTHING
 TOO_LARGE = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 100}}
 MID = {"zero_optimization": {"stage3_param_persistence_threshold": 20, "stage3_max_live_parameters": 100}}
 DEFAULT = {"zero_optimization": {}}
+NAMES = {id(FITS): "fits", id(TOO_LARGE): "too-large", id(MID): "partly-resident", id(DEFAULT): "resident"}
+
+full = pytest.mark.full
+
+
+def name(value):
+    """Of a configuration, for the test's name."""
+    return NAMES.get(id(value), str(value) if isinstance(value, int | tuple) else None)
 
 
 def strategy(kind, config=None):
@@ -57,7 +65,17 @@ def every_entry_point(kind, precision, config):
 
 
 @pytest.mark.parametrize(
-    ("stage", "config"), [(0, None), (1, None), (2, None), (3, FITS), (3, TOO_LARGE), (3, MID), (3, DEFAULT)]
+    ("stage", "config"),
+    [
+        (2, None),
+        (3, FITS),
+        (3, TOO_LARGE),
+        pytest.param(0, None, marks=full),
+        pytest.param(1, None, marks=full),
+        pytest.param(3, MID, marks=full),
+        pytest.param(3, DEFAULT, marks=full),
+    ],
+    ids=name,
 )
 def test_every_entry_point_in_any_order_gives_the_numbers_of_ddp(stage, config):
     expected = run_ranks(every_entry_point, 2, "ddp", "32-true", None)
@@ -68,8 +86,11 @@ def test_every_entry_point_in_any_order_gives_the_numbers_of_ddp(stage, config):
         torch.testing.assert_close(our_predictions, predictions, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("config", [FITS, TOO_LARGE])
+@pytest.mark.parametrize(
+    ("precision", "config"),
+    [("bf16-true", TOO_LARGE), ("bf16-mixed", FITS), pytest.param("bf16-mixed", TOO_LARGE, marks=full)],
+    ids=name,
+)
 def test_sixteen_bit_models_are_tested_after_a_fit_as_before_it(precision, config):
     stages = run_ranks(every_entry_point, 2, 2, precision, None)
     found = run_ranks(every_entry_point, 2, 3, precision, config)
@@ -97,7 +118,7 @@ def save(path):
     run.save_checkpoint(path)
 
 
-@pytest.mark.parametrize(("stage", "config"), [(0, None), (2, None), (3, FITS), (3, TOO_LARGE)])
+@pytest.mark.parametrize(("stage", "config"), [(2, None), (3, TOO_LARGE), pytest.param(3, FITS, marks=full)], ids=name)
 def test_evaluation_alone_loads_weights_and_builds_no_optimizer(tmp_path, stage, config):
     path = str(tmp_path / "a.ckpt")
     run_ranks(save, 2, path)
@@ -116,7 +137,9 @@ def accumulate_with_validation(kind, config, validates):
     return full_weights(model)
 
 
-@pytest.mark.parametrize(("stage", "config"), [(0, None), (1, None), (2, None), (3, FITS), (3, TOO_LARGE)])
+@pytest.mark.parametrize(
+    ("stage", "config"), [(0, None), (2, None), (3, TOO_LARGE), pytest.param(3, FITS, marks=full)], ids=name
+)
 def test_a_validation_inside_an_accumulation_window_changes_nothing(stage, config):
     with_validation = run_ranks(accumulate_with_validation, 2, stage, config, True)
     assert same(with_validation, run_ranks(accumulate_with_validation, 2, stage, config, False)) == []
@@ -167,11 +190,17 @@ def uneven_streams(kind, config, sizes, loaders):
     return [value for entry in (*before, *after) for value in entry.values()], full_weights(model)
 
 
-@pytest.mark.parametrize("loaders", [1, 2])
 @pytest.mark.parametrize(
-    ("world", "sizes", "config"),
-    [(2, (2, 3), FITS), (2, (2, 3), TOO_LARGE), (3, (1, 4, 2), TOO_LARGE), (2, (1, 4), MID)],
-    ids=str,
+    ("world", "sizes", "config", "loaders"),
+    [
+        (2, (2, 3), FITS, 1),
+        (2, (2, 3), TOO_LARGE, 2),
+        (3, (1, 4, 2), TOO_LARGE, 2),
+        pytest.param(2, (2, 3), FITS, 2, marks=full),
+        pytest.param(2, (2, 3), TOO_LARGE, 1, marks=full),
+        pytest.param(2, (1, 4), MID, 2, marks=full),
+    ],
+    ids=name,
 )
 def test_ranks_may_have_different_numbers_of_batches(world, sizes, config, loaders):
     expected = run_ranks(uneven_streams, world, "ddp", None, sizes, loaders)
@@ -195,7 +224,7 @@ def predict_three(kind, config):
     return run.predict(model, DataLoader(Three(), batch_size=1))
 
 
-@pytest.mark.parametrize("config", [FITS, TOO_LARGE])
+@pytest.mark.parametrize("config", [FITS, TOO_LARGE], ids=name)
 def test_an_odd_number_of_samples_is_predicted_once_each(config):
     expected = run_ranks(predict_three, 2, "ddp", None)
     found = run_ranks(predict_three, 2, 3, config, timeout=40)
@@ -237,8 +266,9 @@ def generate(kind, config, call):
     return out
 
 
-@pytest.mark.parametrize("config", [FITS, TOO_LARGE])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("world", "config"), [(3, TOO_LARGE), (2, FITS), pytest.param(2, TOO_LARGE, marks=full)], ids=name
+)
 def test_texts_of_different_lengths_are_generated(world, config):
     expected = run_ranks(generate, world, "ddp", None, "predict")
     assert same(expected, run_ranks(generate, world, 3, config, "predict", timeout=40)) == []
@@ -248,7 +278,12 @@ def test_texts_of_different_lengths_are_generated(world, config):
 def save_during_uneven_validation(folder, kind, config):
     keep = ModelCheckpoint(folder, filename="{val_loss:.6f}", monitor="val_loss", save_top_k=-1)
     run = trainer(
-        strategy(kind, config), steps=-1, max_epochs=2, limit_train_batches=1, callbacks=[keep], enable_checkpointing=True
+        strategy(kind, config),
+        steps=-1,
+        max_epochs=2,
+        limit_train_batches=1,
+        callbacks=[keep],
+        enable_checkpointing=True,
     )
     model = Uneven()
     run.fit(model, loader(), DataLoader(Stream((1, 4)), batch_size=1))
@@ -257,7 +292,7 @@ def save_during_uneven_validation(folder, kind, config):
     return same(inside, {name: saved[name] for name in inside})
 
 
-@pytest.mark.parametrize("config", [FITS, TOO_LARGE])
+@pytest.mark.parametrize("config", [TOO_LARGE, pytest.param(FITS, marks=full)], ids=name)
 def test_a_checkpoint_is_saved_at_the_end_of_an_uneven_validation(tmp_path, config):
     assert run_ranks(save_during_uneven_validation, 2, str(tmp_path), 3, config, timeout=40) == [[], []]
 
@@ -322,7 +357,9 @@ def attack(kind, config):
     return before, model.found, full_weights(model)
 
 
-@pytest.mark.parametrize(("stage", "config"), [(0, None), (2, None), (3, FITS), (3, TOO_LARGE)])
+@pytest.mark.parametrize(
+    ("stage", "config"), [(2, None), (3, FITS), (3, TOO_LARGE), pytest.param(0, None, marks=full)], ids=name
+)
 def test_backward_works_inside_a_validation(stage, config):
     expected = run_ranks(attack, 2, "ddp", None)
     found = run_ranks(attack, 2, stage, config, timeout=40)
@@ -353,6 +390,6 @@ def sanity_check(config):
     return same({name: p.detach() for name, p in fresh.named_parameters(remove_duplicate=False)}, seen.result)
 
 
-@pytest.mark.parametrize("config", [FITS, TOO_LARGE])
+@pytest.mark.parametrize("config", [FITS, TOO_LARGE], ids=name)
 def test_the_sanity_check_leaves_the_weights_as_they_were(config):
     assert run_ranks(sanity_check, 2, config) == [[], []]

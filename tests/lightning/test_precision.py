@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.data import DistributedSampler
 
 import ds_lightning as dsl
 from ds_lightning.precision.plugin import NAMES
@@ -116,14 +117,17 @@ def against_a_plain_loop() -> None:
     module = Net(slow).double()
     optimizer = slow(module)
     x, y = (tensor.double() for tensor in data().dataset.tensors)
-    for start in range(0, 20, 4):
-        picked = [start, start + 2, start + 1, start + 3]  # two samples per rank, taken in turns
+    ranks = [list(DistributedSampler(data().dataset, 2, rank)) for rank in range(2)]  # as Lightning's for training
+    for start in range(0, 10, 2):
+        picked = [index for rank in ranks for index in rank[start : start + 2]]
         optimizer.zero_grad()
         module.loss((x[picked], y[picked])).backward()
         optimizer.step()
     expected = weights(module)
     for stage in common.STAGES:
-        assert_same(common.run(functools.partial(Net, slow), stage, precision="64-true")["weights"], expected, tolerance=1e-13)
+        assert_same(
+            common.run(functools.partial(Net, slow), stage, precision="64-true")["weights"], expected, tolerance=1e-13
+        )
 
 
 # The loss scale ------------------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all_and_touches_nothing():
 
 
 def follow_the_machine(options: dict[str, Any], bad: tuple[int, ...]) -> None:
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         said = planted(stage, {"fp16": {"enabled": True, **options}}, bad, max_epochs=3)
         reference = Reference(
             2.0 ** options.get("initial_scale_power", 16),
@@ -487,7 +491,8 @@ def test_inputs_are_cast_in_any_container_and_nothing_else_is():
 
 
 @pytest.mark.parametrize(
-    ("given", "name"), [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), (32, "32-true"), ("64", "64-true")]
+    ("given", "name"),
+    [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), (32, "32-true"), ("64", "64-true")],
 )
 def test_short_names_of_lightning_are_understood(given, name):
     assert dsl.ZeroPrecision(given).precision == name
@@ -574,10 +579,12 @@ def test_the_configuration_completes_a_plugin_of_the_user():
     assert strategy.loss_scale == 32.0
     assert plugin.cast_inputs
     plugin = dsl.ZeroPrecision("bf16-mixed")
-    trainer(strategy=dsl.ZeroStrategy(config={"bf16": {"enabled": True, "check_grad_overflow": True}}), plugins=[plugin])
+    trainer(
+        strategy=dsl.ZeroStrategy(config={"bf16": {"enabled": True, "check_grad_overflow": True}}), plugins=[plugin]
+    )
     assert plugin.check_grad_overflow
     mine = dsl.ZeroPrecision("16-mixed", fp16=dsl.LossScaleOptions(initial_scale_power=7))
-    with pytest.raises(dsl.errors.ConfigError, match="initial_scale_power=5.*initial_scale_power=7"):
+    with pytest.raises(dsl.errors.ConfigError, match=r"initial_scale_power=5.*initial_scale_power=7"):
         trainer(strategy=dsl.ZeroStrategy(config=config), plugins=[mine])
     strategy = dsl.ZeroStrategy(config={"fp16": {"enabled": True}})
     trainer(strategy=strategy, plugins=[mine])
