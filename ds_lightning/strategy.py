@@ -335,8 +335,8 @@ class ZeroStrategy(DDPStrategy):
             if not module.automatic_optimization:
                 raise ConfigError(
                     f"gradient_clipping={clipping:g} in the configuration, but {type(module).__name__} optimizes "
-                    "manually, where Lightning does not clip. Call self.clip_gradients(optimizer, gradient_clip_val=...) before "
-                    "each step and drop gradient_clipping from the configuration."
+                    "manually, where Lightning does not clip. Call self.clip_gradients(optimizer, "
+                    "gradient_clip_val=...) before each step and drop gradient_clipping from the configuration."
                 )
             trainer.gradient_clip_val = clipping
 
@@ -661,8 +661,8 @@ class ZeroStrategy(DDPStrategy):
             loaded = self._read_checkpoint(checkpoint_path, weights_only)
             if not isinstance(loaded, dict) or "state_dict" not in loaded:
                 raise CheckpointError(
-                    f"{checkpoint_path} is a file of torch, but no Lightning checkpoint: it has no 'state_dict'. Load bare "
-                    "weights with module.load_state_dict before fit."
+                    f"{checkpoint_path} is a file of torch, but no Lightning checkpoint: it has no 'state_dict'. Load "
+                    "bare weights with module.load_state_dict before fit."
                 )
         except CheckpointError as error:
             problem = str(error)

@@ -30,7 +30,7 @@ MODELS = ("gpt4x256", "gpt12x512", "many_small")
 PRECISIONS = ("fp32", "bf16")
 
 
-# The worker: one rank of one contestant --------------------------------------------------------------------------------
+# The worker: one rank of one contestant -----------------------------------------------------------------------------
 
 
 def make_model(name: str) -> Any:
@@ -126,12 +126,12 @@ def contestant(name: str, model: Any, precision: str, rank: int) -> Any:
         return sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in local}.values())
 
     if name.startswith("stage"):
+        from ds_lightning.layout.flat import LayoutOptions
         from ds_lightning.precision.dtypes import DtypePolicy
         from ds_lightning.topology import Topology
         from ds_lightning.zero.engine import ZeroEngine
         from ds_lightning.zero.options import EngineOptions
         from ds_lightning.zero.plan import StagePlan
-        from ds_lightning.layout.flat import LayoutOptions
 
         threshold = int(os.environ.get("DSL_BENCH_THRESHOLD", "20000"))
         options = EngineOptions(
@@ -270,16 +270,18 @@ def run_rank(name: str, model_name: str, precision: str, rank: int, world_size: 
     dist.barrier()
 
 
-# The parent: runs contestants in turn and prints the table -------------------------------------------------------------
+# The parent: runs contestants in turn and prints the table ----------------------------------------------------------
 
 
 def run_contestant(name: str, model: str, precision: str, world_size: int, steps: int) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", __file__, "--rank", str(rank), "--world-size", str(world_size)]
-                + ["--contestants", name, "--models", model, "--precisions", precision, "--steps", str(steps)]
-                + ["--store", str(Path(folder) / "store")],
+                [
+                    *(sys.executable, "-W", "ignore", __file__, "--rank", str(rank), "--world-size", str(world_size)),
+                    *("--contestants", name, "--models", model, "--precisions", precision, "--steps", str(steps)),
+                    *("--store", str(Path(folder) / "store")),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

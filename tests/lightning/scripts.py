@@ -26,6 +26,17 @@ def trainer(strategy, **options):
                "enable_progress_bar": False, "enable_model_summary": False, **options}
     return pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options)
 
+class Patient(dsl.ZeroStrategy):
+    # torch bounds the start of the processes by the same timeout; here they may take their time on a busy machine.
+    def setup_distributed(self):
+        timeout, self._timeout = self._timeout, timedelta(seconds=60)
+        super().setup_distributed()
+        self._timeout = timeout
+
+def impatient(stage, seconds):
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    return Patient(stage=stage, config=config, timeout=timedelta(seconds=seconds))
+
 def data():
     return DataLoader(Words(24), batch_size=2)
 """

@@ -21,7 +21,7 @@ class Failing(Model):
 
 if __name__ == "__main__":
     try:
-        trainer(zero({stage}, timeout=timedelta(seconds={timeout})), max_steps=6).fit(Failing(), data())
+        trainer(impatient({stage}, {timeout}), max_steps=6).fit(Failing(), data())
     except BaseException as error:
         print(f"[{{time.monotonic() - start:.1f}} s] rank {{RANK}} {{type(error).__name__}}: {{error}}", flush=True)
         raise
@@ -87,7 +87,7 @@ if index == 1:
     ended = job(tmp_path, step, stage, timeout=5)
     assert ended.code not in (0, -1000), ended.output
     (line,) = [line for line in ended.output.splitlines() if "] rank 0 TopologyError" in line]
-    assert 4 < float(line.partition("[")[2].partition(" s]")[0]) < 12
+    assert 4 < float(line.partition("[")[2].partition(" s]")[0]) < 15
     assert "timeout 5 s" in line
     assert ended.seconds < 40
     assert ended.left == []
@@ -105,7 +105,7 @@ class Slow(Model):
 
 if __name__ == "__main__":
     keep = ModelCheckpoint("kept", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    run = trainer(zero(3, timeout=timedelta(seconds=10)), max_steps=500, callbacks=[keep], enable_checkpointing=True)
+    run = trainer(impatient(3, 10), max_steps=500, callbacks=[keep], enable_checkpointing=True)
     run.fit(Slow(), data())
 """
 
@@ -134,7 +134,7 @@ class Failing(Model):
 
 if __name__ == "__main__":
     keep = OnExceptionCheckpoint(".", filename="emergency")
-    trainer(zero(3, timeout=timedelta(seconds=20)), callbacks=[keep], enable_checkpointing=True).fit(Failing(), data())
+    trainer(impatient(3, 20), callbacks=[keep], enable_checkpointing=True).fit(Failing(), data())
 """
 
 
