@@ -462,7 +462,7 @@ class ZeroStrategy(DDPStrategy):
     # Loop -----------------------------------------------------------------------------------------------------------
 
     def _scope(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.engine is None else self.engine.step_scope()
+        return nullcontext() if self.engine is None else self.engine.passes.step_scope()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `training_step`."""
@@ -487,7 +487,7 @@ class ZeroStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Entered by Lightning around micro-batches that do not end an accumulation window."""
-        with nullcontext() if self.engine is None else self.engine.no_sync():
+        with nullcontext() if self.engine is None else self.engine.passes.no_sync():
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -512,7 +512,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _meet(self) -> None:
         if self.engine is not None:
-            self.engine.meet()
+            self.engine.passes.meet()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
@@ -537,13 +537,13 @@ class ZeroStrategy(DDPStrategy):
 
     def _begin_evaluation(self) -> None:
         if self.engine is not None:
-            self.engine.begin_evaluation()
+            self.engine.passes.begin_evaluation()
             for metric in _metrics(self.engine.module):
                 metric.distributed_available_fn = _Meeting(self._meet, metric.distributed_available_fn)
 
     def _end_evaluation(self) -> None:
         if self.engine is not None:
-            self.engine.end_evaluation()
+            self.engine.passes.end_evaluation()
             for metric in _metrics(self.engine.module):
                 if isinstance(metric.distributed_available_fn, _Meeting):
                     metric.distributed_available_fn = metric.distributed_available_fn.original
@@ -583,7 +583,7 @@ class ZeroStrategy(DDPStrategy):
             return _strip_compiled(module.state_dict())
         self._rendezvous("saving a checkpoint")
         values = state.full_parameters(engine)
-        with engine.collected(values):
+        with engine.state_dicts.collected(values):
             found = module.state_dict()
         if not self.is_global_zero:
             return {}
@@ -636,7 +636,7 @@ class ZeroStrategy(DDPStrategy):
         names: list[list[str]] = []
         if engine is not None:
             names = [
-                [engine.name_of(parameter) for group in sharded.user_params() for parameter in group]
+                [engine.table.name_of(parameter) for group in sharded.user_params() for parameter in group]
                 for sharded in engine.optimizers
             ]
         return {
@@ -697,7 +697,7 @@ class ZeroStrategy(DDPStrategy):
 
     def _loading(self) -> AbstractContextManager[Any]:
         if self.engine is not None:
-            return self.engine.loading()
+            return self.engine.state_dicts.loading()
         return nullcontext() if self._construction is None else self._construction.building()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

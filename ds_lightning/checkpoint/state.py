@@ -19,7 +19,7 @@ def full_parameters(engine: ZeroEngine) -> dict[str, torch.Tensor]:
     """
     result: dict[str, torch.Tensor] = {}
     for index in sorted(engine.units):
-        full = engine.full_values(index, everywhere=False)
+        full = engine.values.full_values(index, everywhere=False)
         if engine.topology.rank:
             continue
         for slot in engine.units[index].unit.slots:
@@ -34,7 +34,7 @@ def full_optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[
     """
     states: dict[str, dict[str, Any]] = {}
     for gradients in sharded.units:
-        found = engine.full_unit_state(sharded, gradients.unit.index, everywhere=False)
+        found = engine.values.full_unit_state(sharded, gradients.unit.index, everywhere=False)
         for name, entry in found.items():
             states[name] = {
                 key: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
@@ -50,7 +50,7 @@ def full_optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[
         packed["params"] = list(range(place, place + len(parameters)))
         groups.append(packed)
         for parameter in parameters:
-            state = states.get(engine.name_of(parameter))
+            state = states.get(engine.table.name_of(parameter))
             if state:
                 numbered[place] = state
             place += 1
@@ -74,7 +74,7 @@ def load_optimizer_state(
     parameters = [parameter for group in sharded.user_params() for parameter in group]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(numbers) == len(parameters):
-        mine = [engine.name_of(parameter) for parameter in parameters]
+        mine = [engine.table.name_of(parameter) for parameter in parameters]
         if names is None or len(names) != len(numbers) or set(names) != set(mine):
             names = mine
         by_name = {
@@ -82,7 +82,7 @@ def load_optimizer_state(
             for number, name in zip(numbers, names, strict=True)
             if saved["state"].get(number)
         }
-        shapes = {engine.name_of(parameter): parameter.shape for parameter in parameters}
+        shapes = {engine.table.name_of(parameter): parameter.shape for parameter in parameters}
         _check_shapes(sharded, by_name, shapes)
     else:
         by_name = {}
@@ -110,8 +110,8 @@ def _check_shapes(
 
 def load_parameters(engine: ZeroEngine, values: Mapping[str, torch.Tensor]) -> None:
     """Write parameters by name, under any of a tied parameter's names; each rank takes what it owns."""
-    with engine.loading():
-        for name, parameter in engine.parameters():
-            found = next((values[n] for n in (name, *engine.aliases(name)) if n in values), None)
+    with engine.state_dicts.loading():
+        for name, parameter in engine.table.parameters():
+            found = next((values[n] for n in (name, *engine.table.aliases(name)) if n in values), None)
             if found is not None:
                 parameter.copy_(found)

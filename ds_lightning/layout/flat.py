@@ -37,6 +37,11 @@ class Slot:
         """First element behind it."""
         return self.start + self.numel
 
+    @property
+    def end(self) -> int:
+        """First element behind it and the zeros that align the next slot."""
+        return _align(self.stop, ALIGNMENT)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -94,11 +99,16 @@ class Unit:
         return [(a, b) for a, b in zip(ends, starts, strict=True) if b > a]
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """The range `[start, stop)` cut at the borders of parameter groups; slots of no group are left out."""
+        """The range `[start, stop)` cut at the borders of parameter groups; slots of no group are left out.
+
+        A piece takes in the alignment behind its slots, so its length is a multiple of `ALIGNMENT` wherever `start` and
+        `stop` are: vector kernels (torch's fused AdamW) round the elements of an odd tail in another way, and which
+        elements are a tail must not depend on how the unit is cut.
+        """
         pieces: list[Piece] = []
         for index, slot in enumerate(self.slots):
-            lo, hi = max(slot.start, start), min(slot.stop, stop)
-            if hi <= lo or slot.group < 0:
+            lo, hi = max(slot.start, start), min(slot.end, stop)
+            if min(slot.stop, stop) <= lo or slot.group < 0:
                 continue
             if pieces and pieces[-1].group == slot.group:
                 last = pieces[-1]

@@ -10,7 +10,7 @@ optimizer must leave a parameter without a gradient alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.layout.flat import Piece
 from ds_lightning.zero.reduce import UnitGradients
+from ds_lightning.zero.table import ParameterTable
 
 GROUPS = 1 << 16
 """Groups an optimizer may have: group `g` of optimizer `i` is number `i * GROUPS + g`, also when groups are added."""
@@ -137,6 +138,7 @@ class ShardedOptimizer:
         parts = []
         for slot in run.slots:
             start, stop = run.overlap(slot)
+            stop = max(stop, min(run.gradients.unit.slots[slot].end, run.stop))  # see `Unit.pieces`
             piece = Piece(run.group + self.first_group, start, stop, (slot,))
             part = self._run(run.gradients, piece, start, stop)
             if state:
@@ -386,15 +388,12 @@ def swapped(sharded: ShardedOptimizer) -> Iterator[bool]:
         sharded.swap_out()
 
 
-def check_optimizers(
-    optimizers: list[torch.optim.Optimizer], known: Mapping[int, str], parameter_name: Callable[[nn.Parameter], str]
-) -> None:
+def check_optimizers(optimizers: list[torch.optim.Optimizer], table: ParameterTable) -> None:
     """Refuse what cannot be sharded: empty optimizers, foreign parameters, a parameter in two places.
 
     Args:
         optimizers: the user's.
-        known: name by `id` of every parameter of the module.
-        parameter_name: for messages.
+        table: every parameter of the module.
     """
     problems = []
     owner: dict[int, str] = {}
@@ -404,14 +403,14 @@ def check_optimizers(
         if not parameters:
             problems.append(f"{title} has no parameters; give it some, or do not return it from configure_optimizers")
         for parameter in parameters:
-            if id(parameter) not in known:
+            if parameter not in table:
                 problems.append(
                     f"{title} holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the module; "
                     "register it on the LightningModule"
                 )
             elif id(parameter) in owner:
                 problems.append(
-                    f"parameter {parameter_name(parameter)} is in {owner[id(parameter)]} and in {title}; each may be "
+                    f"parameter {table.name_of(parameter)} is in {owner[id(parameter)]} and in {title}; each may be "
                     "in one optimizer only, once"
                 )
             owner.setdefault(id(parameter), title)

@@ -204,7 +204,7 @@ class ZeroPrecision(Precision):
         if self._engine is None:
             Precision.backward(self, tensor, model, *args, **kwargs)
             return
-        with self._engine.backward_scope():
+        with self._engine.passes.backward_scope():
             Precision.backward(self, tensor, model, *args, **kwargs)
 
     def _rescale(self, scale: float) -> None:
@@ -223,9 +223,9 @@ class ZeroPrecision(Precision):
         if self.loss_scaler is None and not self.check_grad_overflow:
             return False
         overflow, backwards = self._unscaled.get(sharded.first_group, (False, -1))
-        if backwards != engine.backwards:
+        if backwards != engine.passes.backwards:
             overflow = clip.unscale(sharded.reduced_gradients(), 1.0 / self._scale_in_backward, engine.agreement)
-            self._unscaled[sharded.first_group] = overflow, engine.backwards
+            self._unscaled[sharded.first_group] = overflow, engine.passes.backwards
         return overflow
 
     def optimizer_step(  # type: ignore[override]

@@ -25,13 +25,13 @@ sides and nothing but this file touches it."""
 
 def remember(engine: ZeroEngine) -> None:
     """Make an engine known for its parameters."""
-    for _, parameter in engine.parameters():
+    for _, parameter in engine.table.parameters():
         _ENGINES[parameter] = ref(engine)
 
 
 def forget(engine: ZeroEngine) -> None:
     """Undo `remember`."""
-    for _, parameter in engine.parameters():
+    for _, parameter in engine.table.parameters():
         if engine_of(parameter) is engine:
             del _ENGINES[parameter]
 
@@ -72,7 +72,7 @@ def gathered(
             by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
     with ExitStack() as stack:
         for engine, members in by_engine.values():
-            stack.enter_context(engine.gathered(members, modifier_rank))
+            stack.enter_context(engine.values.gathered(members, modifier_rank))
         yield
 
 
@@ -86,9 +86,9 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
     if engine is None:
         value = parameter.detach().clone()
     else:
-        unit, place = engine.slot_of(engine.name_of(parameter))
+        unit, place = engine.table.slot_of(engine.table.name_of(parameter))
         slot = unit.slots[place]
-        value = engine.full_values(unit.index)[slot.start : slot.stop].view(slot.shape).clone()
+        value = engine.values.full_values(unit.index)[slot.start : slot.stop].view(slot.shape).clone()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
@@ -103,7 +103,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     engine = engine_of(parameter)
     if engine is None:
         return None if parameter.grad is None else parameter.grad.detach().clone()
-    unit, place = engine.slot_of(engine.name_of(parameter))
+    unit, place = engine.table.slot_of(engine.table.name_of(parameter))
     gradients = engine.reducer.units.get(unit.index)
     if gradients is None:
         return None if parameter.grad is None else parameter.grad.detach().clone()
@@ -111,7 +111,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     assert gradients.grad is not None
     slot = unit.slots[place]
-    full = gradients.grad if gradients.whole else engine.spread(unit.index, gradients.grad, gradients.grad.dtype)
+    full = gradients.grad if gradients.whole else engine.values.spread(unit.index, gradients.grad, gradients.grad.dtype)
     value = full[slot.start : slot.stop].view(slot.shape).clone()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
@@ -125,12 +125,12 @@ def full_optimizer_state(parameter: nn.Parameter, key: str) -> Any:
     engine = engine_of(parameter)
     if engine is None:
         return None
-    name = engine.name_of(parameter)
-    unit, place = engine.slot_of(name)
+    name = engine.table.name_of(parameter)
+    unit, place = engine.table.slot_of(name)
     group = unit.slots[place].group
     for sharded in engine.optimizers:
         if group in sharded.groups:
-            value = engine.full_unit_state(sharded, unit.index).get(name, {}).get(key)
+            value = engine.values.full_unit_state(sharded, unit.index).get(name, {}).get(key)
             return value.clone() if torch.is_tensor(value) else value
     return None
 
@@ -177,7 +177,7 @@ def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     engine = engine_of(parameter)
     if engine is None:
         return None if parameter.grad is None else parameter.grad.detach().reshape(-1)
-    unit, place = engine.slot_of(engine.name_of(parameter))
+    unit, place = engine.table.slot_of(engine.table.name_of(parameter))
     gradients = engine.reducer.units.get(unit.index)
     if gradients is None or not gradients.valid or not gradients.present[place]:
         return None

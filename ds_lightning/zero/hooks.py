@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from ds_lightning.zero.reduce import UnitGradients
 
 
-class Listener(Protocol):
-    """What the hooks call."""
+class PassListener(Protocol):
+    """What the hooks on forward and backward call."""
 
     def before_scope(self, scope: str) -> None:
         """A scope's forward begins."""
@@ -31,11 +31,19 @@ class Listener(Protocol):
     def gradient_arrived(self, gradients: UnitGradients) -> None:
         """The first, or the last expected, parameter of a unit has its gradient."""
 
+
+class StateDictListener(Protocol):
+    """What the hooks on `state_dict` call."""
+
     def before_state_dict(self) -> None:
         """Some module's `state_dict` begins."""
 
     def after_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         """Some module's `state_dict` is filled."""
+
+
+class MoveListener(Protocol):
+    """What the hook on conversions calls."""
 
     def before_move(self) -> None:
         """Someone converts the model as a whole: `to`, `cpu`, `half`."""
@@ -44,7 +52,7 @@ class Listener(Protocol):
 class _Moves:
     """Stands for a module's `_apply` on the instance: torch has no hook for it."""
 
-    def __init__(self, module: nn.Module, listener: Listener) -> None:
+    def __init__(self, module: nn.Module, listener: MoveListener) -> None:
         self._module = ref(module)
         self._listener = ref(listener)
 
@@ -91,12 +99,12 @@ class HookSet:
         self._optimizers: list[tuple[torch.optim.Optimizer, list[RemovableHandle]]] = []
         self._moved: nn.Module | None = None
 
-    def moves(self, module: nn.Module, listener: Listener) -> None:
+    def moves(self, module: nn.Module, listener: MoveListener) -> None:
         """Hook conversions of the whole model, such as another strategy's `module.to(device)`."""
         module._apply = _Moves(module, listener)  # type: ignore[method-assign]
         self._moved = module
 
-    def scopes(self, modules: Mapping[str, nn.Module], listener: Listener) -> None:
+    def scopes(self, modules: Mapping[str, nn.Module], listener: PassListener) -> None:
         """Hook the forward of gathered modules."""
         for scope, module in modules.items():
 
@@ -109,13 +117,13 @@ class HookSet:
             self._handles.append(module.register_forward_pre_hook(_Hook(before)))
             self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
 
-    def root(self, module: nn.Module, listener: Listener) -> None:
+    def root(self, module: nn.Module, listener: PassListener) -> None:
         """Hook the model's own forward."""
         self._handles.append(module.register_forward_pre_hook(_Hook(lambda _, __: listener.before_root())))
         after = _Hook(lambda _, __, ___: listener.after_root())
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def state_dicts(self, modules: Iterable[nn.Module], listener: Listener) -> None:
+    def state_dicts(self, modules: Iterable[nn.Module], listener: StateDictListener) -> None:
         """Hook `state_dict` of every module that may own a sharded parameter."""
         for module in modules:
             before = _Hook(lambda *_: listener.before_state_dict())
@@ -126,7 +134,7 @@ class HookSet:
 
             self._handles.append(module.register_state_dict_post_hook(_Hook(after)))
 
-    def gradients(self, gradients: UnitGradients, listener: Listener) -> None:
+    def gradients(self, gradients: UnitGradients, listener: PassListener) -> None:
         """Hook the gradients of a unit's parameters.
 
         The garbage collector does not see what autograd holds, so a hook must not keep its own parameter alive.

@@ -1,11 +1,12 @@
 """Evaluation of a model that fits on no rank whole, where ranks may have different numbers of batches.
 
 [Note: rounds] A gather needs every rank, but a rank that is out of batches, or generates a shorter text, runs no
-forward any more. So in such an evaluation nothing is gathered unasked. Before a gather all ranks meet in a round on the
-control group, in which each names the unit that it wants, or none; then all of them join the gathers of every unit that
-was named, in order. A rank that has nothing to run `serve`s: it comes to rounds until one in which nobody wants
-anything. It serves wherever ranks meet for another reason as well (a metric is reduced, a checkpoint is saved, the
-evaluation ends), because the others reach that place only with its help. Programs whose ranks meet alike under DDP do so here.
+forward any more. So in such an evaluation nothing is gathered unasked. Before a gather all ranks meet in a round on
+the control group, in which each names the unit that it wants, or none; then all of them join the gathers of every
+unit that was named, in order. A rank that has nothing to run `serve`s: it comes to rounds until one in which nobody
+wants anything. It serves wherever ranks meet for another reason as well (a metric is reduced, a checkpoint is saved,
+the evaluation ends), because the others reach that place only with its help. Programs whose ranks meet alike under
+DDP do so here.
 """
 
 from __future__ import annotations

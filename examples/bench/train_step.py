@@ -143,10 +143,10 @@ def contestant(name: str, model: Any, precision: str, rank: int) -> Any:
         engine = ZeroEngine(model, [optimizer], topology, StagePlan.of(int(name[-1])), options)
 
         def step(batch: Any) -> float:
-            with engine.step_scope():
+            with engine.passes.step_scope():
                 loss = loss_of(model, batch)
             optimizer.zero_grad()
-            with engine.backward_scope():
+            with engine.passes.backward_scope():
                 loss.backward()
             optimizer.step()
             return loss.item()

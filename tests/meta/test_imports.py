@@ -34,6 +34,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("callbacks",),
     ("trainer_facts",),  # the strategy's questions to its Trainer
     ("strategy",),
+    ("registration",),
     ("demo",),
     ("",),  # the public names in ds_lightning/__init__.py
     ("cli", "hydra_plugins"),

@@ -133,6 +133,8 @@ def test_pieces_of_a_range_hold_each_element_of_a_group_once(parameters, world, 
             for element in range(max(slot.start, start), min(slot.stop, stop)):
                 assert owner.get(element, -1) == slot.group
         assert len({piece.group for piece in pieces}) == len(pieces), "one piece per group"
+        if start % ALIGNMENT == stop % ALIGNMENT == 0:
+            assert all(piece.stop % ALIGNMENT == 0 for piece in pieces), "an odd tail"
 
 
 @given(specs(), WORLDS, OPTIONS)
@@ -145,8 +147,8 @@ def test_the_pieces_of_all_ranks_are_the_trainable_elements(parameters, world, o
                 count[piece.group] = count.get(piece.group, 0) + piece.stop - piece.start
         for group, elements in count.items():
             wanted = [slot for slot in unit.slots if slot.group == group]
-            # A piece spans the alignment between its slots, which holds zeros.
-            assert sum(slot.numel for slot in wanted) <= elements <= wanted[-1].stop - wanted[0].start
+            # A piece spans the alignment behind its slots, which holds zeros.
+            assert sum(slot.numel for slot in wanted) <= elements <= wanted[-1].end - wanted[0].start
 
 
 @given(specs(), WORLDS, OPTIONS, st.integers(0, 100))

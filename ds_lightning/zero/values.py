@@ -1,0 +1,213 @@
+"""Full values from shards: parameters, optimizer states, and what users change in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_lightning.comm.agreement import Agreement
+from ds_lightning.comm.collectives import Collectives
+from ds_lightning.errors import ReleasedParameterError
+from ds_lightning.optim.sharded import ShardedOptimizer
+from ds_lightning.zero.buffers import UnitBuffers
+from ds_lightning.zero.passes import Passes
+from ds_lightning.zero.plan import StagePlan
+from ds_lightning.zero.reduce import GradientReducer
+from ds_lightning.zero.residency import TAGS, ResidencyManager
+from ds_lightning.zero.table import ParameterTable
+
+VALUES_TAG = 3
+
+
+class FullValues:
+    """Puts full values together and takes changed ones apart. Owns which versions of parameters were seen.
+
+    Args:
+        units: buffers by unit index, shared with the engine.
+        table: names and places.
+        passes: what is under way.
+        residency: gathers and releases.
+        reducer: knows the trainable units.
+        collectives: how to communicate.
+        agreement: small agreements.
+        plan: the stage.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, UnitBuffers],
+        table: ParameterTable,
+        passes: Passes,
+        residency: ResidencyManager,
+        reducer: GradientReducer,
+        collectives: Collectives,
+        agreement: Agreement,
+        plan: StagePlan,
+    ) -> None:
+        self._units = units
+        self._table = table
+        self._passes = passes
+        self._residency = residency
+        self._reducer = reducer
+        self._collectives = collectives
+        self._agreement = agreement
+        self._topology = agreement.topology
+        self._plan = plan
+        self._versions: dict[int, tuple[int, ...]] = {}
+
+    def full_values(self, index: int, everywhere: bool = True) -> torch.Tensor:
+        """Master values of a whole unit, `[unit.numel]`. Collective.
+
+        Args:
+            index: the unit.
+            everywhere: on every rank; otherwise only rank 0's result means anything.
+        """
+        buffers = self._units[index]
+        if buffers.master.numel() == buffers.unit.numel:
+            return buffers.master
+        if buffers.aliased:
+            return buffers.full
+        return self.spread(index, buffers.master, buffers.master.dtype, everywhere)
+
+    def spread(self, index: int, own: torch.Tensor | None, dtype: torch.dtype, everywhere: bool = True) -> torch.Tensor:
+        """Put every rank's chunk of a unit-sized tensor together, zeros where a rank has none. Collective."""
+        buffers = self._units[index]
+        self._passes.meet()
+        with torch.no_grad(), torch.inference_mode(False):
+            full = torch.zeros(buffers.unit.numel, dtype=dtype, device=self._topology.device)
+            if own is not None:
+                full[buffers.owned[0] : buffers.owned[1]].copy_(own)
+            tag, name = index * TAGS + VALUES_TAG, buffers.unit.name
+            if everywhere:
+                self._collectives.all_gather(full, name, tag, full.numel()).wait()
+            else:
+                self._collectives.collect(full, name, tag).wait()
+        return full
+
+    def full_unit_state(
+        self, sharded: ShardedOptimizer, index: int, everywhere: bool = True
+    ) -> dict[str, dict[str, Any]]:
+        """Optimizer state of a unit's parameters in logical shapes, by name and key. Collective.
+
+        On other ranks than 0 it is empty unless `everywhere`.
+        """
+        gradients = self._reducer.units[index]
+        unit = gradients.unit
+        mine = sharded.unit_state(gradients)
+        outline = {
+            name: {
+                key: ("elements", value[1].dtype) if isinstance(value, tuple) else ("value", _portable(value))
+                for key, value in entry.items()
+            }
+            for name, entry in mine.items()
+        }
+        known: dict[str, dict[str, Any]] = {}
+        for other in self._agreement.everyone(outline):
+            for name, entry in other.items():
+                known.setdefault(name, {}).update(entry)
+        keys = sorted({(k, v[1]) for entry in known.values() for k, v in entry.items() if v[0] == "elements"}, key=str)
+        whole: dict[str, torch.Tensor] = {}
+        buffers = self._units[index]
+        for key, dtype in keys:
+            local = torch.zeros(unit.numel, dtype=dtype, device=self._topology.device)
+            for entry in mine.values():
+                if isinstance(entry.get(key), tuple):
+                    start, values = entry[key]
+                    local[start : start + values.numel()].copy_(values)
+            if self._plan.shard_optimizer:
+                own = local[buffers.owned[0] : buffers.owned[1]]
+                local = self.spread(index, own, dtype, everywhere)
+            whole[key] = local
+        if not everywhere and self._topology.rank:
+            return {}
+        result: dict[str, dict[str, Any]] = {}
+        template = next(iter(known.values()), {})
+        for slot in unit.slots:
+            entry = known.get(slot.name)
+            if entry is None and not slot.numel and slot.group in sharded.groups:
+                entry = template  # a parameter without elements lies on no rank
+            if entry:
+                result[slot.name] = {
+                    key: whole[key][slot.start : slot.stop].view(slot.shape) if kind == "elements" else value
+                    for key, (kind, value) in entry.items()
+                }
+        return result
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
+        """Full values inside. Collective on entry, and on exit with `modifier_rank`; see `ds_lightning.gathered`."""
+        units = sorted({self._table.unit_of(parameter).index for parameter in parameters})
+        for index in units:
+            self._residency.prefetch(index)
+        for index in units:
+            self._residency.gather(index)
+            self._residency.units[index].pins += 1
+        versions = [parameter._version for parameter in parameters]
+        try:
+            yield
+            changed = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
+            if modifier_rank is not None:
+                self._keep_changes(parameters, units, modifier_rank)
+            elif changed:
+                raise ReleasedParameterError(
+                    f"{', '.join(self._table.name_of(p) for p in changed[:5])} changed inside "
+                    "ds_lightning.gathered(...). Changes are kept only with modifier_rank: the values of that rank are then sent to all others."
+                )
+        finally:
+            for index in units:
+                entry = self._residency.units[index]
+                entry.pins -= 1
+                if not self._passes.depth and not self._passes.evaluating:
+                    self._residency.release(index)
+
+    def _keep_changes(self, parameters: Sequence[nn.Parameter], units: Sequence[int], modifier_rank: int) -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                self._collectives.broadcast(parameter.detach(), self._table.name_of(parameter), modifier_rank)
+            for index in units:
+                self.absorb_unit(index)
+
+    def absorb(self) -> None:
+        """Take over what users wrote into 16-bit parameters that are not sharded (weight averaging, constraints)."""
+        for index, buffers in self._units.items():
+            if buffers.sharded or buffers.aliased or not buffers.unit.trainable:
+                continue
+            versions = versions_of(buffers)
+            if versions != self._versions.get(index, versions):
+                self.absorb_unit(index)
+            self._versions[index] = versions
+
+    def absorb_unit(self, index: int) -> None:
+        """Master values follow `full` where the two differ by more than rounding."""
+        buffers = self._units[index]
+        with torch.no_grad():
+            if buffers.full.dtype == buffers.master.dtype:
+                if buffers.sharded:
+                    buffers.master.copy_(buffers.own_chunk())
+                return
+            current = buffers.full[buffers.start : buffers.stop]
+            changed = current.ne(buffers.master.to(current.dtype))
+            buffers.master.copy_(torch.where(changed, current.to(buffers.master.dtype), buffers.master))
+
+    def written(self, units: Iterable[int]) -> None:
+        """The engine itself has written these units: that is no news to `absorb`."""
+        for index in units:
+            if index in self._versions:
+                self._versions[index] = versions_of(self._units[index])
+
+    def forget(self, index: int) -> None:
+        """Whatever was seen of a unit is out of date, and its master values are right."""
+        self._versions.pop(index, None)
+
+
+def versions_of(buffers: UnitBuffers) -> tuple[int, ...]:
+    """Version counters of a unit's parameters: they grow when someone writes in place."""
+    return tuple(parameter._version for parameter in buffers.parameters)
+
+
+def _portable(value: Any) -> Any:
+    return value.detach().cpu() if torch.is_tensor(value) else value
