@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -26,29 +23,28 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ds_lightning.checkpoint import lightning_io, state
+from ds_lightning.checkpoint import keys, lightning_io, state
+from ds_lightning.children import end_children
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
+from ds_lightning.config.arguments import with_offload
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.resolve import try_resolve
-from ds_lightning.config.source import read
 from ds_lightning.errors import CheckpointError, ConfigError, TopologyError
-from ds_lightning.layout.flat import LayoutOptions
-from ds_lightning.layout.units import LeafModules
 from ds_lightning.optim.from_config import build_optimizer
 from ds_lightning.precision.loss_scale import LossScaleOptions
 from ds_lightning.precision.plugin import ZeroPrecision
+from ds_lightning.refusals import refuse_callbacks, refuse_ddp_options
 from ds_lightning.topology import Topology
 from ds_lightning.trainer_facts import collect_facts
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction
-from ds_lightning.zero.options import COMM_DTYPES, EngineOptions
+from ds_lightning.zero.meeting import Meeting, metrics_of
+from ds_lightning.zero.options import EngineOptions
+from ds_lightning.zero.placement import equalize, move_all_but_parameters
 from ds_lightning.zero.plan import StagePlan
-from ds_lightning.zero.reduce import ReduceOptions
 from ds_lightning.zero.skip import hold_on_skip
-
-_DDP_ONLY = ("static_graph", "gradient_as_bucket_view", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
 
 
 class ZeroStrategy(DDPStrategy):
@@ -99,13 +95,13 @@ class ZeroStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        _refuse_ddp_options(ddp_options)
+        refuse_ddp_options(ddp_options)
         if checkpoint not in ("full", "sharded"):
             raise ConfigError(f"checkpoint={checkpoint!r} does not exist. Use 'full'.")
         if checkpoint == "sharded":
             raise ConfigError("checkpoint='sharded' is not supported yet. Use 'full'.")
         self._stage = stage
-        self._parsed = load(_with_offload(config, offload_optimizer, offload_param, nvme_path))
+        self._parsed = load(with_offload(config, offload_optimizer, offload_param, nvme_path))
         self._check_early()
         self._exclude_frozen = exclude_frozen
         self._engine: ZeroEngine | None = None
@@ -189,7 +185,7 @@ class ZeroStrategy(DDPStrategy):
             self._check_precision(plugin.precision)
             names = {f"fp16.{name}" for name in LossScaleOptions.__dataclass_fields__}
             plugin.complete(
-                _loss_scale_options(fp16) if names & self._parsed.given else None,
+                LossScaleOptions.from_block(fp16) if names & self._parsed.given else None,
                 cast_inputs=fp16.auto_cast is True,
                 check_grad_overflow=bf16.check_grad_overflow is True,
             )
@@ -205,7 +201,7 @@ class ZeroStrategy(DDPStrategy):
         self._check_precision(name, device)
         return ZeroPrecision(
             name,
-            fp16=_loss_scale_options(fp16),
+            fp16=LossScaleOptions.from_block(fp16),
             cast_inputs=fp16.auto_cast is True and name == "16-mixed",
             check_grad_overflow=bf16.check_grad_overflow is True and name.startswith("bf16"),
             device=device,
@@ -294,7 +290,7 @@ class ZeroStrategy(DDPStrategy):
         self._failed = False
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.model
-        _refuse_callbacks(trainer, self.config.zero_optimization.stage)
+        refuse_callbacks(trainer, self.config.zero_optimization.stage)
         if self._engine is None:
             self._adopt(module)
             if fitting and self._layer_sync is not None:
@@ -348,53 +344,22 @@ class ZeroStrategy(DDPStrategy):
             if fitting:
                 self._engine.set_optimizers(self.optimizers)
             return
-        _move_all_but_parameters(module, self.root_device)
+        move_all_but_parameters(module, self.root_device)
         if not fitting and not plan.shard_params:
             # Nothing to shard without optimizers: a plain module, equal on all ranks.
             self.model_to_device()
-            _from_rank_zero(module, self._topology)
+            equalize(module, self._topology)
             return
         read = self._construction.read if self._construction is not None else None
-        self._engine = ZeroEngine(module, self.optimizers, self._topology, plan, self._options(self._resolved), read)
+        plugin = self.precision_plugin
+        options = EngineOptions.from_config(
+            self._resolved, plugin.dtypes if isinstance(plugin, ZeroPrecision) else None
+        )
+        self._engine = ZeroEngine(module, self.optimizers, self._topology, plan, options, read)
         access.remember(self._engine)
         if self._construction is not None:
             self._construction.finish()
             self._construction = None
-
-    def _options(self, resolved: ResolvedConfig) -> EngineOptions:
-        zero = resolved.zero_optimization
-        given = resolved.given
-
-        def chosen(key: str) -> int | None:
-            """A limit that the user set; the reference's defaults are made for models of billions of parameters."""
-            return int(getattr(zero, key)) if f"zero_optimization.{key}" in given else None
-
-        plugin = self.precision_plugin
-        dtype = resolved.communication_data_type
-        return EngineOptions(
-            layout=LayoutOptions(
-                param_persistence_threshold=int(zero.stage3_param_persistence_threshold),
-                model_persistence_threshold=int(zero.stage3_model_persistence_threshold),
-                round_robin=bool(zero.round_robin_gradients) and zero.stage in (1, 2),
-            ),
-            leaves=LeafModules(
-                tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
-            ),
-            reduce=ReduceOptions(
-                dtype=COMM_DTYPES[dtype] if dtype else None,
-                piece=max(1, int(zero.reduce_bucket_size)),
-                # At stages below 3 the reference's default is no overlap, which has no advantage here.
-                overlap=bool(zero.overlap_comm) or "zero_optimization.overlap_comm" not in given,
-                ignore_unused=bool(zero.ignore_unused_parameters),
-            ),
-            dtypes=plugin.dtypes if isinstance(plugin, ZeroPrecision) else EngineOptions().dtypes,
-            allgather_piece=max(1, int(zero.allgather_bucket_size)),
-            tile=max(1, int(zero.sub_group_size)),
-            prefetch=chosen("stage3_prefetch_bucket_size"),
-            max_live=int(zero.stage3_max_live_parameters),
-            max_reuse_distance=chosen("stage3_max_reuse_distance"),
-            allow_untested_optimizer=bool(resolved.zero_allow_untested_optimizer),
-        )
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Call `configure_optimizers`; an optimizer of the configuration takes the place of one that is missing."""
@@ -538,14 +503,14 @@ class ZeroStrategy(DDPStrategy):
     def _begin_evaluation(self) -> None:
         if self.engine is not None:
             self.engine.passes.begin_evaluation()
-            for metric in _metrics(self.engine.module):
-                metric.distributed_available_fn = _Meeting(self._meet, metric.distributed_available_fn)
+            for metric in metrics_of(self.engine.module):
+                metric.distributed_available_fn = Meeting(self._meet, metric.distributed_available_fn)
 
     def _end_evaluation(self) -> None:
         if self.engine is not None:
             self.engine.passes.end_evaluation()
-            for metric in _metrics(self.engine.module):
-                if isinstance(metric.distributed_available_fn, _Meeting):
+            for metric in metrics_of(self.engine.module):
+                if isinstance(metric.distributed_available_fn, Meeting):
                     metric.distributed_available_fn = metric.distributed_available_fn.original
 
     def on_validation_start(self) -> None:
@@ -580,7 +545,7 @@ class ZeroStrategy(DDPStrategy):
         assert module is not None
         engine = self.engine
         if engine is None:
-            return _strip_compiled(module.state_dict())
+            return keys.strip_compiled(module.state_dict())
         self._rendezvous("saving a checkpoint")
         values = state.full_parameters(engine)
         with engine.state_dicts.collected(values):
@@ -590,7 +555,7 @@ class ZeroStrategy(DDPStrategy):
         if self._exclude_frozen:
             frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
             found = {key: value for key, value in found.items() if key not in frozen}
-        return _strip_compiled(found)
+        return keys.strip_compiled(found)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state in torch's own format and logical shapes on rank 0, empty elsewhere. Collective."""
@@ -688,10 +653,10 @@ class ZeroStrategy(DDPStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        saved = _align_compiled(checkpoint["state_dict"], module)
+        saved = keys.align_compiled(checkpoint["state_dict"], module)
         excluded = set(checkpoint.get("ds_lightning", {}).get("excluded_parameters", ()))
         if strict:
-            _check_keys(module, saved, excluded)
+            keys.check_keys(module, saved, excluded)
         with self._loading():
             module.load_state_dict(saved, strict=strict and not excluded)
 
@@ -732,7 +697,7 @@ class ZeroStrategy(DDPStrategy):
         if self._engine is not None:
             self._engine.abort()
         if isinstance(exception, TopologyError):
-            _end_children(self._launcher)
+            end_children(self._launcher)
 
     def teardown(self) -> None:
         """Leave the module sharded, for saving and evaluation after `fit`; idempotent, and safe after a failure."""
@@ -749,73 +714,6 @@ class ZeroStrategy(DDPStrategy):
         return {**values, "_engine": None, "_topology": None, "_construction": None}
 
 
-_CHILD_GRACE = 3.0  # seconds in which the other ranks may fail and say why
-
-
-def _end_children(launcher: Any) -> None:
-    """A rank that is stuck must not outlive the one that started it; Lightning ends children after Ctrl-C only."""
-    end = time.monotonic() + _CHILD_GRACE
-    for process in getattr(launcher, "procs", ()):
-        if isinstance(process, subprocess.Popen):
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """What a metric asks before it communicates, by itself, through torch."""
-
-    meet: Callable[[], None]
-    original: Callable[[], bool]
-
-    def __call__(self) -> bool:
-        self.meet()
-        return self.original()
-
-
-def _metrics(module: nn.Module) -> list[Any]:
-    from torchmetrics import Metric
-
-    return [child for child in module.modules() if isinstance(child, Metric)]
-
-
-def _refuse_ddp_options(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name == "find_unused_parameters":
-            rank_zero_info("ds_lightning: find_unused_parameters is not needed, unused parameters always work.")
-        elif name in _DDP_ONLY:
-            raise ConfigError(
-                f"{name}={value!r} is an option of DistributedDataParallel, which ZeroStrategy does not use."
-            )
-        else:
-            raise ConfigError(f"ZeroStrategy has no argument {name!r}. Keys of a ds_config go into config=.")
-
-
-def _with_offload(
-    config: Any,
-    optimizer: str | None,
-    param: str | None,
-    nvme_path: str | Path | None,
-) -> Any:
-    """The configuration with the constructor's offload arguments in it."""
-    wanted = {"offload_optimizer": optimizer, "offload_param": param}
-    wanted = {key: device for key, device in wanted.items() if device is not None}
-    if not wanted and nvme_path is None:
-        return config
-    merged = dict(read(config).data)
-    zero = dict(merged.get("zero_optimization") or {})
-    for key, device in wanted.items():
-        block = dict(zero.get(key) or {})
-        if block.get("device", device) != device:
-            raise ConfigError(f"{key}={device!r} as an argument, but {block['device']!r} in the configuration.")
-        zero[key] = {**block, "device": device}
-        if nvme_path is not None and device == "nvme":
-            zero[key]["nvme_path"] = str(nvme_path)
-    return {**merged, "zero_optimization": zero}
-
-
 def _pass_zero_grad_on(wrapper: LightningOptimizer) -> None:
     """Let `zero_grad` of Lightning's wrapper call the optimizer's: it inherits the class's, past what we hook."""
     optimizer = wrapper.optimizer
@@ -826,123 +724,5 @@ def _pass_zero_grad_on(wrapper: LightningOptimizer) -> None:
     wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]
 
 
-def _loss_scale_options(block: Any) -> LossScaleOptions:
-    names = LossScaleOptions.__dataclass_fields__
-    return LossScaleOptions(
-        **{name: getattr(block, name) for name in names if getattr(block, name) not in ("auto", None)}
-    )
-
-
 def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
     return type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
-
-
-def _refuse_callbacks(trainer: pl.Trainer, stage: int) -> None:
-    """Callbacks that copy or prune whole parameters cannot work on shards."""
-    if stage < 3:
-        return
-    names = {"StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning"}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if any(cls.__name__ in names for cls in type(callback).__mro__):
-            raise ConfigError(
-                f"The callback {type(callback).__name__} copies or prunes whole parameters, which no rank holds at "
-                "zero_optimization.stage=3. Use stage 0, 1 or 2 with it."
-            )
-
-
-def _move_all_but_parameters(module: nn.Module, device: torch.device) -> None:
-    """Move buffers and metrics; parameters move when they are sharded, one unit at a time."""
-    if device.type == "cpu":
-        return
-    from torchmetrics import Metric
-
-    for child in module.modules():
-        if isinstance(child, Metric):
-            child.to(device)
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = buffer.to(device)
-        if hasattr(child, "_device"):
-            child._device = device  # type: ignore[assignment]
-
-
-def _from_rank_zero(module: nn.Module, topology: Topology) -> None:
-    if topology.world_size == 1:
-        return
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.numel():
-                values = tensor.detach().contiguous()
-                torch.distributed.broadcast(values, group_src=0, group=topology.data_group)
-                tensor.copy_(values)
-
-
-_COMPILED = "_orig_mod."
-
-
-def _strip_compiled(values: dict[str, Any]) -> dict[str, Any]:
-    """Names without the marks of compiled sub-modules, so that the file loads anywhere."""
-    if not any(_COMPILED in key for key in values):
-        return values
-    return {key.replace(_COMPILED, ""): value for key, value in values.items()}
-
-
-def _align_compiled(saved: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Saved names as this module spells them."""
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    if not any(_COMPILED in name for name in (*names, *saved)):
-        return saved
-    spelt = {name.replace(_COMPILED, ""): name for name in names}
-    return {spelt.get(key.replace(_COMPILED, ""), key): value for key, value in saved.items()}
-
-
-def _saves_as_usual(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.state_dict is nn.Module.state_dict and all(
-        getattr(kind, name) is getattr(nn.Module, name)
-        for name in ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state")
-    )
-
-
-def _saved_buffers(module: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of the buffers that belong to a state, of modules that save them as usual."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer.shape
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        for name, buffer in child._buffers.items()
-        if buffer is not None and name not in child._non_persistent_buffers_set and _saves_as_usual(child)
-    }
-
-
-def _check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) -> None:
-    """Compare a state with a module without changing either.
-
-    Raises:
-        CheckpointError: naming missing and unexpected keys and other shapes.
-    """
-    if type(module).load_state_dict not in (nn.Module.load_state_dict, pl.LightningModule.load_state_dict):
-        return  # the user's own way of loading
-    if any(child._load_state_dict_pre_hooks for child in module.modules()):
-        return  # keys may still be renamed
-    shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
-    shapes.update(_saved_buffers(module))
-    problems = [
-        f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(shape)} in the model"
-        for name, shape in shapes.items()
-        if torch.is_tensor(saved.get(name)) and saved[name].shape != shape
-    ]
-    problems += [f"{name}: missing in the checkpoint" for name in shapes if name not in saved and name not in optional]
-    # What modules with a format of their own (metrics, extra state) may have saved is theirs to judge.
-    own_format = tuple(
-        f"{name}." if name else "" for name, child in module.named_modules() if not _saves_as_usual(child)
-    )
-    problems += [
-        f"{name}: not in the model" for name in saved if name not in shapes and not name.startswith(own_format)
-    ]
-    if problems:
-        shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
-        raise CheckpointError(
-            f"The checkpoint does not fit {type(module).__name__}; nothing was loaded:\n  {shown}\n"
-            "It belongs to another model, or set `strict_loading = False` on the module."
-        )

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ds_lightning.errors import CheckpointError, ConfigError
-from ds_lightning.layout.flat import Piece
+from ds_lightning.layout.flat import ALIGNMENT, Piece
 from ds_lightning.zero.reduce import UnitGradients
 from ds_lightning.zero.table import ParameterTable
 
@@ -80,7 +80,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.first_group = first_group
         self.elementwise = elementwise
-        self.tile = tile
+        self.tile = -(-tile // ALIGNMENT) * ALIGNMENT  # so that every run has elements of some parameter
         self.runs: list[Run] = []
         self.units: tuple[UnitGradients, ...] = ()  # that have parameters of this optimizer; set by the engine
         self._users: list[list[nn.Parameter]] | None = None

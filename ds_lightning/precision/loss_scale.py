@@ -47,6 +47,12 @@ class LossScaleOptions:
             if isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"fp16.{name} must be a number from {low:g} to {high:g}, not {value!r}.")
 
+    @classmethod
+    def from_block(cls, block: Any) -> LossScaleOptions:
+        """From an `fp16` block, some of whose values may be "auto" still."""
+        values = {name: getattr(block, name) for name in cls.__dataclass_fields__}
+        return cls(**{name: value for name, value in values.items() if value not in ("auto", None)})
+
 
 class LossScaler:
     """Owns the loss scale. Every rank runs the same machine on the same, agreed, overflow flags.

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ds_lightning.config import ResolvedConfig
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
 from ds_lightning.precision.dtypes import DtypePolicy
 from ds_lightning.zero.reduce import ReduceOptions
+
+_COMM_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,5 +44,43 @@ class EngineOptions:
     max_reuse_distance: int | None = None
     allow_untested_optimizer: bool = False
 
+    @classmethod
+    def from_config(cls, resolved: ResolvedConfig, dtypes: DtypePolicy | None) -> EngineOptions:
+        """What a configuration asks for.
 
-COMM_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        Args:
+            resolved: the configuration in force.
+            dtypes: from the precision; None leaves every parameter as it is.
+        """
+        zero = resolved.zero_optimization
+        given = resolved.given
+
+        def chosen(key: str) -> int | None:
+            """A limit that the user set; the reference's defaults are made for models of billions of parameters."""
+            return int(getattr(zero, key)) if f"zero_optimization.{key}" in given else None
+
+        dtype = resolved.communication_data_type
+        return cls(
+            layout=LayoutOptions(
+                param_persistence_threshold=int(zero.stage3_param_persistence_threshold),
+                model_persistence_threshold=int(zero.stage3_model_persistence_threshold),
+                round_robin=bool(zero.round_robin_gradients) and zero.stage in (1, 2),
+            ),
+            leaves=LeafModules(
+                tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
+            ),
+            reduce=ReduceOptions(
+                dtype=_COMM_DTYPES[dtype] if dtype else None,
+                piece=max(1, int(zero.reduce_bucket_size)),
+                # At stages below 3 the reference's default is no overlap, which has no advantage here.
+                overlap=bool(zero.overlap_comm) or "zero_optimization.overlap_comm" not in given,
+                ignore_unused=bool(zero.ignore_unused_parameters),
+            ),
+            dtypes=dtypes or DtypePolicy(),
+            allgather_piece=max(1, int(zero.allgather_bucket_size)),
+            tile=max(1, int(zero.sub_group_size)),
+            prefetch=chosen("stage3_prefetch_bucket_size"),
+            max_live=int(zero.stage3_max_live_parameters),
+            max_reuse_distance=chosen("stage3_max_reuse_distance"),
+            allow_untested_optimizer=bool(resolved.zero_allow_untested_optimizer),
+        )

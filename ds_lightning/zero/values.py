@@ -155,7 +155,8 @@ class FullValues:
             elif changed:
                 raise ReleasedParameterError(
                     f"{', '.join(self._table.name_of(p) for p in changed[:5])} changed inside "
-                    "ds_lightning.gathered(...). Changes are kept only with modifier_rank: the values of that rank are then sent to all others."
+                    "ds_lightning.gathered(...). Changes are kept only with modifier_rank: the values of that rank are "
+                    "then sent to all others."
                 )
         finally:
             for index in units:

@@ -25,6 +25,9 @@ LAYERS: list[tuple[str, ...]] = [
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
     ("optim.clip",),
+    ("zero.passes",),
+    ("zero.values",),
+    ("zero.state_dicts",),
     ("zero.engine",),
     ("zero.access", "zero.init"),
     ("activation", "attention", "data", "offload", "precision.plugin"),
@@ -32,7 +35,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("profile",),
     ("tune", "launch"),
     ("callbacks",),
-    ("trainer_facts",),  # the strategy's questions to its Trainer
+    ("trainer_facts", "refusals", "children"),  # the strategy's questions to its Trainer
     ("strategy",),
     ("registration",),
     ("demo",),
@@ -43,7 +46,7 @@ LAYERS: list[tuple[str, ...]] = [
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 # Below the strategy only these speak to Lightning; the engine also runs in a bare torch loop.
-KNOWS_LIGHTNING = ("precision.plugin", "checkpoint.lightning_io", "callbacks", "trainer_facts")
+KNOWS_LIGHTNING = ("precision.plugin", "checkpoint.lightning_io", "callbacks", "trainer_facts", "refusals")
 
 # Modules that cost time and that few runs need: imported where they are used.
 NOT_AT_IMPORT = (

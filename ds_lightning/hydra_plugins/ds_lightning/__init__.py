@@ -1,16 +1,15 @@
 """The Hydra plugin: every Hydra app can use our groups and strategy names.
 
-Installed as `hydra_plugins/ds_lightning`, which Hydra imports at the start of every app. So nothing
-here may import torch, lightning or ds_lightning itself.
+Installed as `hydra_plugins/ds_lightning`, which Hydra imports at the start of every app. So nothing here may import
+torch or lightning; importing ds_lightning imports neither.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from .location import conf_url
-from .registration import register_with_lightning
+import ds_lightning  # noqa: F401 - registers the strategy names
 
-register_with_lightning()
+from .location import conf_url
 
 
 class DsLightningSearchPathPlugin(SearchPathPlugin):

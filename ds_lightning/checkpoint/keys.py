@@ -1,0 +1,81 @@
+"""Names in checkpoints, compared with those of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_lightning.errors import CheckpointError
+
+_COMPILED = "_orig_mod."
+
+
+def strip_compiled(values: dict[str, Any]) -> dict[str, Any]:
+    """Names without the marks of compiled sub-modules, so that the file loads anywhere."""
+    if not any(_COMPILED in key for key in values):
+        return values
+    return {key.replace(_COMPILED, ""): value for key, value in values.items()}
+
+
+def align_compiled(saved: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Saved names as this module spells them."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    if not any(_COMPILED in name for name in (*names, *saved)):
+        return saved
+    spelt = {name.replace(_COMPILED, ""): name for name in names}
+    return {spelt.get(key.replace(_COMPILED, ""), key): value for key, value in saved.items()}
+
+
+def check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) -> None:
+    """Compare a state with a module without changing either.
+
+    Raises:
+        CheckpointError: naming missing and unexpected keys and other shapes.
+    """
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return  # the user's own way of loading
+    if any(child._load_state_dict_pre_hooks for child in module.modules()):
+        return  # keys may still be renamed
+    shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+    shapes.update(_saved_buffers(module))
+    problems = [
+        f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(shape)} in the model"
+        for name, shape in shapes.items()
+        if torch.is_tensor(saved.get(name)) and saved[name].shape != shape
+    ]
+    problems += [f"{name}: missing in the checkpoint" for name in shapes if name not in saved and name not in optional]
+    # What modules with a format of their own (metrics, extra state) may have saved is theirs to judge.
+    own_format = tuple(
+        f"{name}." if name else "" for name, child in module.named_modules() if not _saves_as_usual(child)
+    )
+    problems += [
+        f"{name}: not in the model" for name in saved if name not in shapes and not name.startswith(own_format)
+    ]
+    if problems:
+        shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
+        raise CheckpointError(
+            f"The checkpoint does not fit {type(module).__name__}; nothing was loaded:\n  {shown}\n"
+            "It belongs to another model, or set `strict_loading = False` on the module."
+        )
+
+
+def _saves_as_usual(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.state_dict is nn.Module.state_dict and all(
+        getattr(kind, name) is getattr(nn.Module, name)
+        for name in ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state")
+    )
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of the buffers that belong to a state, of modules that save them as usual."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.shape
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set and _saves_as_usual(child)
+    }
