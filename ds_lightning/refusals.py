@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from ds_lightning.config.suggest import did_you_mean
 from ds_lightning.errors import ConfigError
 
 _DDP_ONLY = ("static_graph", "gradient_as_bucket_view", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
 
 
-def refuse_ddp_options(options: Mapping[str, Any]) -> None:
+def refuse_ddp_options(options: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse arguments of `DDPStrategy` that mean nothing here, and unknown ones."""
     for name, value in options.items():
         if name == "find_unused_parameters":
@@ -23,7 +24,9 @@ def refuse_ddp_options(options: Mapping[str, Any]) -> None:
                 f"{name}={value!r} is an option of DistributedDataParallel, which ZeroStrategy does not use."
             )
         else:
-            raise ConfigError(f"ZeroStrategy has no argument {name!r}. Keys of a ds_config go into config=.")
+            guess = did_you_mean(name, known)
+            hint = f" {guess[0].upper()}{guess[1:]}" if guess else ""
+            raise ConfigError(f"ZeroStrategy has no argument {name!r}.{hint} Keys of a ds_config go into config=.")
 
 
 def refuse_callbacks(trainer: pl.Trainer, stage: int) -> None:

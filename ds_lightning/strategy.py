@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -95,7 +96,7 @@ class ZeroStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_options: Any,
     ) -> None:
-        refuse_ddp_options(ddp_options)
+        refuse_ddp_options(ddp_options, inspect.signature(ZeroStrategy).parameters)
         if checkpoint not in ("full", "sharded"):
             raise ConfigError(f"checkpoint={checkpoint!r} does not exist. Use 'full'.")
         if checkpoint == "sharded":
@@ -125,7 +126,8 @@ class ZeroStrategy(DDPStrategy):
         """What needs no Trainer is checked before there are processes."""
         known = try_resolve(self._parsed, Facts(stage=self._stage)).problems
         certain = [problem for problem in known if problem.key not in self._parsed.autos]
-        raise_all([*(Problem(*item) for item in self._parsed.unsupported), *certain], self._parsed.source)
+        source = "the arguments of ZeroStrategy" if self._parsed.is_absent else self._parsed.source
+        raise_all([*(Problem(*item) for item in self._parsed.unsupported), *certain], source)
 
     # What users read ------------------------------------------------------------------------------------------------
 
@@ -215,7 +217,7 @@ class ZeroStrategy(DDPStrategy):
                 "'bf16-mixed'. Leave precision out: the configuration's holds; or pass "
                 "plugins=[ds_lightning.ZeroPrecision('16-mixed')]."
             )
-        if wanted is not None and name.partition("-")[0] != wanted.partition("-")[0]:
+        if wanted is not None and name != wanted:
             block = "fp16" if wanted == "16-mixed" else "bf16"
             raise ConfigError(
                 f"The configuration has {block}.enabled, which is precision={wanted!r}, but the Trainer asks for "
@@ -702,6 +704,8 @@ class ZeroStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Leave the module sharded, for saving and evaluation after `fit`; idempotent, and safe after a failure."""
         self._end_evaluation()
+        if self.engine is not None and not self._failed:
+            self.engine.norms.last()  # nothing may be in flight when the process ends
         if self._precision_plugin is not None:
             self._precision_plugin.teardown()
         if self.accelerator is not None:

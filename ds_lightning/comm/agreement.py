@@ -51,8 +51,8 @@ class Agreement:
 
         def describe(error: str) -> str:
             return (
-                f"rank {topology.rank}: the ranks could not agree on {what} (timeout "
-                f"{topology.timeout.total_seconds():g} s). Another rank has failed or does something else. {error}"
+                f"rank {topology.rank}: the ranks could not agree on {what}; a missing rank is waited for up to "
+                f"{topology.timeout.total_seconds():g} s. Another rank has failed or does something else. {error}"
             )
 
         if topology.world_size == 1:

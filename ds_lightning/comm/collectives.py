@@ -138,8 +138,8 @@ class Collectives(abc.ABC):
 
         def describe(error: str) -> str:
             return (
-                f"rank {topology.rank}: {operation} of unit {what} did not complete (timeout "
-                f"{topology.timeout.total_seconds():g} s). Another rank has failed, or runs other modules or other "
+                f"rank {topology.rank}: {operation} of unit {what} did not complete; a missing rank is waited for up "
+                f"to {topology.timeout.total_seconds():g} s. Another rank has failed, or runs other modules or other "
                 f"batches than this one: all ranks must gather and reduce the same units in the same order. {error}"
             )
 

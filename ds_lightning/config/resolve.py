@@ -146,7 +146,7 @@ class _Resolution:
             "bf16-true": "bf16",
         }.get(stated)
         wanted = {"16-mixed": "fp16", "bf16-mixed": "bf16"}.get(asked or "")
-        if wanted is not None and wanted != low:
+        if wanted is not None and stated != asked:
             self._fail(
                 f"{wanted}.enabled",
                 f"the configuration asks for {asked}, the Trainer for precision='{stated}'; "

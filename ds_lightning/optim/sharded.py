@@ -112,7 +112,7 @@ class ShardedOptimizer:
                     run = self._run(gradients, whole, place.start, place.stop)
                     run.parameter = nn.Parameter(run.parameter.detach().view(place.shape))
                     self.runs.append(run)
-        self._import_user_state(gradients)
+        self.take_user_state(gradients)
 
     def drop(self, gradients: UnitGradients) -> None:
         """Forget the runs of a unit and their state."""
@@ -247,8 +247,8 @@ class ShardedOptimizer:
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    def _import_user_state(self, gradients: UnitGradients) -> None:
-        """Take over state made for the user's parameters (torch's Adagrad makes it in its constructor)."""
+    def take_user_state(self, gradients: UnitGradients) -> None:
+        """Take over state that is keyed by the user's parameters: loaded, or made in a constructor (Adagrad)."""
         state = self.optimizer.state
         taken = {}
         for slot, parameter in zip(gradients.unit.slots, gradients.parameters, strict=True):
@@ -400,7 +400,12 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], table: ParameterTa
     for place, optimizer in enumerate(optimizers):
         title = f"optimizer {place} ({type(optimizer).__name__})"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not parameters:
+        if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's stand-in
+            problems.append(
+                "configure_optimizers returned None, so nothing would be trained; return an optimizer, or name one "
+                "in the configuration (optimizer.type)"
+            )
+        elif not parameters:
             problems.append(f"{title} has no parameters; give it some, or do not return it from configure_optimizers")
         for parameter in parameters:
             if parameter not in table:

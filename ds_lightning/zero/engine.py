@@ -22,6 +22,7 @@ from ds_lightning.topology import Topology
 from ds_lightning.zero.broadcast import BufferSync
 from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
 from ds_lightning.zero.hooks import HookSet
+from ds_lightning.zero.optimizer_states import OptimizerStates
 from ds_lightning.zero.options import EngineOptions
 from ds_lightning.zero.passes import Passes
 from ds_lightning.zero.plan import StagePlan
@@ -30,6 +31,7 @@ from ds_lightning.zero.residency import ResidencyManager
 from ds_lightning.zero.state_dicts import StateDicts
 from ds_lightning.zero.table import ParameterTable
 from ds_lightning.zero.values import FullValues
+from ds_lightning.zero.watch import GRAD_GETTER, check_gradient
 
 
 class ZeroEngine:
@@ -193,8 +195,9 @@ class ZeroEngine:
 
     def _hook_everything(self) -> None:
         self.hooks.moves(self.module, self)
-        if any(buffers.sharded for buffers in self.units.values()):
+        if any(buffers.sharded for buffers in self.units.values()) or self.options.dtypes.compute is not None:
             self.hooks.root(self.module, self.passes)
+        if any(buffers.sharded for buffers in self.units.values()):
             self.hooks.scopes(self._scopes, self.passes)
         if any(buffers.sharded or not buffers.aliased for buffers in self.units.values()):
             self.hooks.state_dicts(self.module.modules(), self.state_dicts)
@@ -207,6 +210,7 @@ class ZeroEngine:
             before_step=lambda args, kwargs: self._before_step(sharded, args, kwargs),
             after_step=lambda: self._after_step(sharded),
             after_zero_grad=lambda: self._after_zero_grad(sharded),
+            states=OptimizerStates(sharded, self.table, self.values, self.agreement),
         )
 
     def _group_signature(self) -> list[list[int]]:
@@ -287,6 +291,10 @@ class ZeroEngine:
         """Someone wants values of a released parameter. See [Note: a released parameter is safe]."""
         if self.state_dicts.answers(func):
             return self.state_dicts.answer(index, func, args, kwargs)
+        if func == GRAD_GETTER:
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient = func(*args, **kwargs)
+            return check_gradient(gradient, 4) if index in self.reducer.hidden() else gradient
         if func is torch.Tensor.__repr__:
             with torch._C.DisableTorchFunctionSubclass():
                 return f"Parameter(sharded by ds_lightning, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
@@ -333,6 +341,8 @@ class ZeroEngine:
 
     def _after_zero_grad(self, sharded: ShardedOptimizer) -> None:
         self.reducer.zero(sharded.groups)
+        self.residency.unwatch()
+        self.residency.watch(self.reducer.hidden())
         self.norms.forget()
 
     # End ------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,22 @@ class StateDictListener(Protocol):
         """Some module's `state_dict` is filled."""
 
 
+class OptimizerStateListener(Protocol):
+    """What the hooks on an optimizer's state call."""
+
+    def before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        """`state_dict` begins."""
+
+    def after_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """`state_dict` is made."""
+
+    def before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """`load_state_dict` begins."""
+
+    def after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """`load_state_dict` is over."""
+
+
 class MoveListener(Protocol):
     """What the hook on conversions calls."""
 
@@ -167,8 +183,9 @@ class HookSet:
         before_step: Callable[[Any, Any], None],
         after_step: Callable[[], None],
         after_zero_grad: Callable[[], None],
+        states: OptimizerStateListener,
     ) -> None:
-        """Hook an optimizer's `step` and `zero_grad`.
+        """Hook an optimizer's `step`, `zero_grad`, `state_dict` and `load_state_dict`.
 
         torch has no hook for `zero_grad`, so the instance (not the class) gets one of its own that calls the original.
         """
@@ -182,6 +199,10 @@ class HookSet:
         handles = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: before_step(args, kwargs)),
             optimizer.register_step_post_hook(lambda _, __, ___: after_step()),
+            optimizer.register_state_dict_pre_hook(states.before_state_dict),
+            optimizer.register_state_dict_post_hook(states.after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(states.before_load),
+            optimizer.register_load_state_dict_post_hook(states.after_load),
         ]
         self._optimizers.append((optimizer, handles))
 

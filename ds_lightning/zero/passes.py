@@ -65,6 +65,7 @@ class Passes:
         self.evaluating = False
         self.backwards = 0
         self.failed = False
+        self._autocast: torch.autocast | None = None
         self._opened: list[str] = []  # forwards outside a step that opened a scope of their own
         self._touched: set[int] = set()
         self._in_backward = False
@@ -127,6 +128,7 @@ class Passes:
         self.depth += 1
         if self.depth > 1:
             return
+        self._residency.unwatch()
         self._before_step()
         if not self.evaluating:
             self._residency.release_all()
@@ -203,11 +205,22 @@ class Passes:
 
     def before_root(self) -> None:
         """The model's own forward begins; outside a step it is one of its own."""
-        if not self.depth and not in_backward_pass() and not self.evaluating:
+        if self.depth or in_backward_pass():
+            return
+        device = self._agreement.topology.device.type
+        compute = self._options.dtypes.compute
+        if compute is not None and not torch.is_autocast_enabled(device):
+            # Parameters are 16-bit; a step runs under autocast, so a call outside of one does too.
+            self._autocast = torch.autocast(device, dtype=compute, cache_enabled=False)
+            self._autocast.__enter__()
+        if self._scope_units and not self.evaluating:
             self._open("the model's forward")
 
     def after_root(self) -> None:
         """Close what `before_root` opened."""
+        if self._autocast is not None and self.depth <= 1:
+            self._autocast.__exit__(None, None, None)
+            self._autocast = None
         if self._opened and self.depth == 1 and self._opened[-1] == "the model's forward":
             self._opened.pop()
             self._leave()
@@ -340,7 +353,9 @@ class Passes:
         self._entered = ()
         self.backwards += 1
         self._norms.forget()
+        self._residency.unwatch()
         self._reducer.finish()
+        self._residency.watch(self._reducer.hidden())
         if self.evaluating:
             return
         if release_sticky:

@@ -469,6 +469,10 @@ class GradientReducer:
         order: list[int] = self._agreement.from_rank(list(dict.fromkeys(early + again)))
         return order
 
+    def hidden(self) -> list[int]:
+        """Units with reduced gradients that `p.grad` does not show."""
+        return [index for index, gradients in self.units.items() if gradients.valid and not gradients.exposes]
+
     def zero(self, groups: range) -> None:
         """Forget the reduced gradients of these parameter groups."""
         for gradients in self.units.values():

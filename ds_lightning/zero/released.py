@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_lightning.zero.watch import GRAD_GETTER
+
 Touch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 _METADATA_NAMES = (
@@ -84,6 +86,7 @@ def _metadata_functions() -> frozenset[Any]:
                 continue
             if hasattr(descriptor, accessor):
                 functions.add(getattr(descriptor, accessor))
+    functions.discard(GRAD_GETTER)  # see [Note: reduced gradients are not in p.grad]
     functions.update(getattr(torch.Tensor, name) for name in _METADATA_METHODS if hasattr(torch.Tensor, name))
     functions.update({torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type})
     functions.update({torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like})

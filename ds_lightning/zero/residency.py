@@ -13,6 +13,7 @@ from torch._C._autograd import _unsafe_set_version_counter
 from ds_lightning.comm.collectives import Collectives, Pending
 from ds_lightning.zero.buffers import UnitBuffers
 from ds_lightning.zero.released import released_class
+from ds_lightning.zero.watch import ReducedParameter
 
 _RELEASED_VERSION = 1 << 30
 """Added to the version counters of released parameters: autograd refuses to read them. See [Note: a released parameter
@@ -71,6 +72,7 @@ class ResidencyManager:
         self._piece = piece
         self._touch = touch
         self.on_demand: Callable[[int], None] | None = None
+        self._watched: list[UnitResidency] = []
         self.units: dict[int, UnitResidency] = {}
         for buffers in units:
             self.add(buffers)
@@ -186,6 +188,23 @@ class ResidencyManager:
         """Forget gathers in flight after a failure, without waiting for ranks that may be gone."""
         for entry in self.units.values():
             entry.pending = None
+
+    def watch(self, indices: Iterable[int]) -> None:
+        """The gradients of these units were reduced. See [Note: reduced gradients are not in p.grad]."""
+        for index in indices:
+            entry = self.units[index]
+            if entry.state is Residency.FULL:
+                self._watched.append(entry)
+                for parameter in entry.buffers.parameters:
+                    parameter.__class__ = ReducedParameter
+
+    def unwatch(self) -> None:
+        """Those gradients are gone, or a new step begins."""
+        for entry in self._watched:
+            for parameter in entry.buffers.parameters:
+                if parameter.__class__ is ReducedParameter:
+                    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        self._watched.clear()
 
     def live_numel(self) -> int:
         """Elements of sharded units that are gathered or being gathered."""

@@ -152,9 +152,9 @@ class FullValues:
             changed = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
             if modifier_rank is not None:
                 self._keep_changes(parameters, units, modifier_rank)
-            elif changed:
+            elif changed or any(self._rewritten(index) for index in units):
                 raise ReleasedParameterError(
-                    f"{', '.join(self._table.name_of(p) for p in changed[:5])} changed inside "
+                    f"{', '.join(self._table.name_of(p) for p in changed[:5]) or 'Values'} changed inside "
                     "ds_lightning.gathered(...). Changes are kept only with modifier_rank: the values of that rank are "
                     "then sent to all others."
                 )
@@ -164,6 +164,13 @@ class FullValues:
                 entry.pins -= 1
                 if not self._passes.depth and not self._passes.evaluating:
                     self._residency.release(index)
+
+    def _rewritten(self, index: int) -> bool:
+        """Whether this rank's part of a sharded unit was changed past autograd's eyes, through `.data`."""
+        buffers = self._units[index]
+        own = buffers.own_chunk()
+        same = buffers.master.to(own.dtype)
+        return buffers.sharded and not torch.allclose(own, same, rtol=0, atol=0, equal_nan=True)
 
     def _keep_changes(self, parameters: Sequence[nn.Parameter], units: Sequence[int], modifier_rank: int) -> None:
         with torch.no_grad():

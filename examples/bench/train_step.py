@@ -223,6 +223,7 @@ def memory(field: str) -> int:
 
 def run_rank(name: str, model_name: str, precision: str, rank: int, world_size: int, steps: int, store: str) -> None:
     import torch
+    import torch._dynamo  # optimizers and wrappers import it at their first step: part of the baseline
     import torch.distributed as dist
 
     if name.startswith("stage"):
