@@ -3,7 +3,8 @@
 [Note: reduced gradients are not in p.grad] Once reduced, a gradient lives in its shard and `p.grad` is None: code that
 goes through `p.grad` (`torch.nn.utils.clip_grad_norm_`, a logger) would silently do nothing. From the end of backward
 until the gradients are cleared, or the next step begins, the parameters therefore have a class that refuses this one
-question and passes everything else on. `zero_grad`, which asks everybody, is answered.
+question and passes everything else on. Code of torch and Lightning that only looks whether there is something to clear
+or to compile is answered.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ GRAD_GETTER: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 """What `__torch_function__` sees of `p.grad`."""
 
 
+_FRAMEWORK = ("torch.", "lightning.", "ds_lightning.")
+_USES_GRADIENTS = ("torch.nn.utils", "lightning.pytorch.utilities.grads")
+
+
 def check_gradient(gradient: torch.Tensor | None, depth: int) -> torch.Tensor | None:
     """Answer `p.grad` of a parameter whose gradient was reduced.
 
@@ -35,7 +40,8 @@ def check_gradient(gradient: torch.Tensor | None, depth: int) -> torch.Tensor | 
         return gradient
     caller = sys._getframe(depth)
     name = str(caller.f_globals.get("__name__", ""))
-    if caller.f_code.co_name.endswith("zero_grad") or name.startswith("ds_lightning."):
+    curious = name.startswith(_FRAMEWORK) and not name.startswith(_USES_GRADIENTS)
+    if curious or caller.f_code.co_name.endswith("zero_grad"):
         return None
     raise ReleasedParameterError(
         f"{name}.{caller.f_code.co_name} reads the gradient of a parameter, which was reduced and is spread over the "

@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim.clip",),
     ("zero.passes",),
     ("zero.values",),
-    ("zero.state_dicts",),
+    ("zero.state_dicts", "zero.optimizer_states"),
     ("zero.engine",),
     ("zero.access", "zero.init"),
     ("activation", "attention", "data", "offload", "precision.plugin"),
