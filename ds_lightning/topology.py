@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -71,3 +72,22 @@ class Topology:
 
 _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, timedelta], Topology]] = WeakKeyDictionary()
 """Groups by the default group they were made in: they belong to the process, so a second Trainer uses them again."""
+
+
+def leave_at_exit() -> None:
+    """End all process groups in order when the process ends; call it when nothing is in flight.
+
+    Left to the interpreter's end, gloo's threads now and then outlive what they use, and the process aborts.
+    """
+    stay_at_exit()
+    atexit.register(_leave)
+
+
+def stay_at_exit() -> None:
+    """Do not: after a failure, ending a group would wait for operations that other ranks never join."""
+    atexit.unregister(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
