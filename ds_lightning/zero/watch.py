@@ -61,7 +61,7 @@ class ReducedParameter(nn.Parameter):
         """Refuse to pretend that there is no gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return check_gradient(result, 3) if func == GRAD_GETTER else result
+        return check_gradient(result, 2) if func == GRAD_GETTER else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is an ordinary parameter."""
