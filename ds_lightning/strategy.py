@@ -36,7 +36,7 @@ from ds_lightning.optim.from_config import build_optimizer
 from ds_lightning.precision.loss_scale import LossScaleOptions
 from ds_lightning.precision.plugin import ZeroPrecision
 from ds_lightning.refusals import refuse_callbacks, refuse_ddp_options
-from ds_lightning.topology import Topology, leave_at_exit, stay_at_exit
+from ds_lightning.topology import Topology
 from ds_lightning.trainer_facts import collect_facts
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
@@ -696,7 +696,6 @@ class ZeroStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Communicate no more: other ranks may be gone."""
         self._failed = True
-        stay_at_exit()
         if self._engine is not None:
             self._engine.abort()
         if isinstance(exception, TopologyError):
@@ -707,7 +706,6 @@ class ZeroStrategy(DDPStrategy):
         self._end_evaluation()
         if self.engine is not None and not self._failed:
             self.engine.norms.last()  # nothing may be in flight when the process ends
-            leave_at_exit()
         if self._precision_plugin is not None:
             self._precision_plugin.teardown()
         if self.accelerator is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -67,6 +68,7 @@ class Topology:
             data = dist.new_group(timeout=timeout)
             control = dist.new_group(timeout=timeout, backend="gloo")
             known[key] = cls(dist.get_rank(), world_size, device, data, control, timeout)
+            leave_at_exit()
         return known[key]
 
 
@@ -75,7 +77,7 @@ _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, timedelta]
 
 
 def leave_at_exit() -> None:
-    """End all process groups in order when the process ends; call it when nothing is in flight.
+    """End all process groups in order when the process ends.
 
     Left to the interpreter's end, gloo's threads now and then outlive what they use, and the process aborts.
     """
@@ -89,5 +91,6 @@ def stay_at_exit() -> None:
 
 
 def _leave() -> None:
-    if dist.is_initialized():
+    died = getattr(sys, "last_value", None) is not None
+    if dist.is_initialized() and not died:
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, 
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
-from ds_lightning.topology import Topology
+from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
 from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
 from ds_lightning.zero.hooks import HookSet
@@ -362,6 +362,7 @@ class ZeroEngine:
 
     def abort(self) -> None:
         """A rank has failed: communicate no more."""
+        stay_at_exit()
         self.passes.abort()
         self.residency.abandon()
         self.reducer.abandon()

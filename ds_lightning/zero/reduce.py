@@ -30,7 +30,7 @@ from ds_lightning.zero.residency import TAGS
 
 REDUCE_TAG = 1
 EXPOSE_TAG = 2
-IN_FLIGHT = 1
+IN_FLIGHT = 2
 """Reductions that may be under way while backward goes on: each holds a unit's gradients once more."""
 
 
