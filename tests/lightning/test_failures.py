@@ -113,7 +113,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=full)])
 def test_a_job_that_is_terminated_stops_and_its_checkpoints_load(tmp_path, torchrun):
     ended = run_script(tmp_path, TERMINATED, torchrun=torchrun, send=("ready0", signal.SIGTERM))
-    assert ended.code not in (0, -1000), ended.output
+    # Lightning leaves by SystemExit, which is 0; a child that its launcher ends first makes it something else.
+    assert ended.code != -1000, ended.output
+    assert "Received SIGTERM" in ended.output
     assert ended.seconds < 45
     assert ended.left == []
     kept = sorted((tmp_path / "kept").glob("*.ckpt"))
