@@ -105,7 +105,7 @@ class Slow(Model):
 
 if __name__ == "__main__":
     keep = ModelCheckpoint("kept", filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    run = trainer(impatient(3, 30), max_steps=500, callbacks=[keep], enable_checkpointing=True)
+    run = trainer(impatient(3, 15), max_steps=500, callbacks=[keep], enable_checkpointing=True)
     run.fit(Slow(), data())
 """
 
