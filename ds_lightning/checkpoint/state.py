@@ -106,12 +106,3 @@ def _check_shapes(
             f"The optimizer state in the checkpoint does not fit {type(sharded.optimizer).__name__}:\n  "
             + "\n  ".join(problems[:20])
         )
-
-
-def load_parameters(engine: ZeroEngine, values: Mapping[str, torch.Tensor]) -> None:
-    """Write parameters by name, under any of a tied parameter's names; each rank takes what it owns."""
-    with engine.state_dicts.loading():
-        for name, parameter in engine.table.parameters():
-            found = next((values[n] for n in (name, *engine.table.aliases(name)) if n in values), None)
-            if found is not None:
-                parameter.copy_(found)

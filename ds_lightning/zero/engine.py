@@ -294,7 +294,7 @@ class ZeroEngine:
         if func == GRAD_GETTER:
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = func(*args, **kwargs)
-            return check_gradient(gradient, 4) if index in self.reducer.hidden() else gradient
+            return check_gradient(gradient, 4) if self.reducer.hides(index) else gradient
         if func is torch.Tensor.__repr__:
             with torch._C.DisableTorchFunctionSubclass():
                 return f"Parameter(sharded by ds_lightning, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"

@@ -471,7 +471,12 @@ class GradientReducer:
 
     def hidden(self) -> list[int]:
         """Units with reduced gradients that `p.grad` does not show."""
-        return [index for index, gradients in self.units.items() if gradients.valid and not gradients.exposes]
+        return [index for index in self.units if self.hides(index)]
+
+    def hides(self, index: int) -> bool:
+        """Whether a unit has reduced gradients that `p.grad` does not show; asked for every parameter that is read."""
+        gradients = self.units.get(index)
+        return gradients is not None and gradients.valid and not gradients.exposes
 
     def zero(self, groups: range) -> None:
         """Forget the reduced gradients of these parameter groups."""

@@ -114,7 +114,7 @@ if __name__ == "__main__":
 def test_a_job_that_is_terminated_stops_and_its_checkpoints_load(tmp_path, torchrun):
     ended = run_script(tmp_path, TERMINATED, torchrun=torchrun, send=("ready0", signal.SIGTERM))
     # Lightning leaves by SystemExit, which is 0; a child that its launcher ends first makes it something else.
-    assert ended.code != -1000, ended.output
+    assert ended.code not in (-1000, -signal.SIGABRT, -signal.SIGSEGV), ended.output
     assert "Received SIGTERM" in ended.output
     assert ended.seconds < 45
     assert ended.left == []
