@@ -404,7 +404,7 @@ def test_a_model_built_in_configure_model_has_the_values_of_one_built_anywhere(a
     run_ranks(built_values, 2, after)
 
 
-def peak_of_construction() -> tuple[int, int]:
+def peak_of_construction(as_list: bool) -> tuple[int, int]:
     """Most elements of parameters in memory while `configure_model` ran, and the model's."""
     peak = 0
 
@@ -415,10 +415,15 @@ def peak_of_construction() -> tuple[int, int]:
                 return
             torch.manual_seed(5)
             self.embed = nn.Linear(common.FEATURES, WIDE)
-            self.blocks = nn.ModuleList()
-            for _ in range(self.count):
-                self.blocks.append(common.Block(WIDE))
-                peak = max(peak, live_numel(self))
+            if as_list:  # all blocks exist before the first is registered
+                blocks = [common.Block(WIDE) for _ in range(self.count)]
+                peak = sum(live_numel(block) for block in blocks)
+                self.blocks = nn.Sequential(*blocks)
+            else:
+                self.blocks = nn.ModuleList()
+                for _ in range(self.count):
+                    self.blocks.append(common.Block(WIDE))
+                    peak = max(peak, live_numel(self))
             self.head = nn.Linear(WIDE, 1)
             initialize(self)
             peak = max(peak, live_numel(self))
@@ -428,8 +433,9 @@ def peak_of_construction() -> tuple[int, int]:
     return peak, sum(p.numel() for p in module.parameters())
 
 
-def test_no_rank_holds_the_model_whole_while_it_is_built():
-    for peak, whole in run_ranks(peak_of_construction, 2):
+@pytest.mark.parametrize("as_list", [False, True])
+def test_no_rank_holds_the_model_whole_while_it_is_built(as_list):
+    for peak, whole in run_ranks(peak_of_construction, 2, as_list):
         assert peak < whole / 2, (peak, whole)
 
 
