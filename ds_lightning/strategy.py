@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -18,13 +20,15 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ds_lightning.checkpoint import keys, lightning_io, state
+from ds_lightning.checkpoint.loading import load as load_any
+from ds_lightning.checkpoint.saver import CheckpointSaver, clean, complete
 from ds_lightning.children import end_children
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
@@ -60,8 +64,10 @@ class ZeroStrategy(DDPStrategy):
         offload_optimizer: "none", "cpu" or "nvme"; None takes the configuration's.
         offload_param: as `offload_optimizer`, for parameters (stage 3).
         nvme_path: directory of swap files.
-        checkpoint: "full" writes one plain Lightning file.
+        checkpoint: "full" writes one plain Lightning file, "sharded" a folder of `torch.distributed.checkpoint`, to
+            which every rank writes what it owns. Either loads at any stage, number of ranks and precision.
         exclude_frozen: leave parameters that need no gradient out of checkpoints.
+        async_save: write checkpoints beside training, which stalls only while its values are copied.
         accelerator: as in every Lightning strategy.
         parallel_devices: as in every Lightning strategy.
         cluster_environment: as in every Lightning strategy.
@@ -86,6 +92,7 @@ class ZeroStrategy(DDPStrategy):
         nvme_path: str | Path | None = None,
         checkpoint: Literal["full", "sharded"] = "full",
         exclude_frozen: bool = False,
+        async_save: bool = False,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -98,13 +105,12 @@ class ZeroStrategy(DDPStrategy):
     ) -> None:
         refuse_ddp_options(ddp_options, inspect.signature(ZeroStrategy).parameters)
         if checkpoint not in ("full", "sharded"):
-            raise ConfigError(f"checkpoint={checkpoint!r} does not exist. Use 'full'.")
-        if checkpoint == "sharded":
-            raise ConfigError("checkpoint='sharded' is not supported yet. Use 'full'.")
+            raise ConfigError(f"checkpoint={checkpoint!r} does not exist. Use 'full' or 'sharded'.")
         self._stage = stage
         self._parsed = load(with_offload(config, offload_optimizer, offload_param, nvme_path))
         self._check_early()
         self._exclude_frozen = exclude_frozen
+        self._saver = CheckpointSaver(checkpoint == "sharded", async_save, _tell)
         self._engine: ZeroEngine | None = None
         self._topology: Topology | None = None
         self._resolved: ResolvedConfig | None = None
@@ -310,6 +316,8 @@ class ZeroStrategy(DDPStrategy):
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()
+        if self.is_global_zero:
+            clean(self._folders(), _tell)
         if fitting:
             self._hold_schedulers()
             _optimizers_to_device([o for o in self.optimizers if self.root_device.type != "cpu"], self.root_device)
@@ -484,6 +492,8 @@ class ZeroStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
         self._meet()
+        if self.is_global_zero:
+            self._saver.guard_links()
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -542,25 +552,19 @@ class ZeroStrategy(DDPStrategy):
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's `state_dict` with full fp32 values on rank 0, empty elsewhere. Collective."""
+        """The module's `state_dict`; parameters are logical tensors, made whole when someone touches them. Collective.
+
+        See `checkpoint/snapshot.py`: every rank sees every key, and the values that rank 0 leaves are saved.
+        """
         module = self.lightning_module
         assert module is not None
-        engine = self.engine
-        if engine is None:
-            return keys.strip_compiled(module.state_dict())
         self._rendezvous("saving a checkpoint")
-        values = state.full_parameters(engine)
-        with engine.state_dicts.collected(values):
-            found = module.state_dict()
-        if not self.is_global_zero:
-            return {}
-        if self._exclude_frozen:
-            frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-            found = {key: value for key, value in found.items() if key not in frozen}
-        return keys.strip_compiled(found)
+        if self.engine is None:
+            return keys.strip_compiled(module.state_dict())
+        return self._saver.module_state(self.engine, module, self._exclude_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state in torch's own format and logical shapes on rank 0, empty elsewhere. Collective."""
+        """An optimizer's state in torch's own format and logical shapes, as logical tensors. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if self._engine is None:
@@ -570,30 +574,53 @@ class ZeroStrategy(DDPStrategy):
                 "The module has been moved or cast, or trained by another Trainer, since this one trained it; its "
                 "optimizer states are gone. Save before, or with save_checkpoint(..., weights_only=True)."
             )
-        self._engine.follow_groups()
-        return state.full_optimizer_state(self._engine, self._engine.sharded(optimizer))
+        return self._saver.optimizer_state(self._engine, self._engine.sharded(optimizer))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write on rank 0. Collective: if it fails there, every rank raises.
+        """Write rank 0's checkpoint. Collective: if it fails, every rank raises.
+
+        A file is streamed: beside its shards rank 0 holds one unit, other ranks nothing. A folder is written by all
+        ranks. Nothing is ever half there: see `checkpoint/placement.py`.
 
         Raises:
             CheckpointError: when it cannot be written.
         """
         if not str(filepath or ""):
             raise CheckpointError("No path for the checkpoint was given.")
-        problem: str | None = None
-        if self.is_global_zero:
-            checkpoint["ds_lightning"] = self._metadata()
-            try:
-                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            except (CheckpointError, OSError, RuntimeError) as error:
-                problem = str(error)
-        if self.engine is not None:
-            problem = self.engine.agreement.from_rank(problem)
-        if problem is not None:
-            raise CheckpointError(problem)
+        checkpoint["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), **self._metadata()}
+        topology = self._topology or Topology.single(self.root_device)
+        own = type(self.checkpoint_io) is lightning_io.ZeroCheckpointIO and not lightning_io.is_remote(filepath)
+        if self._saver.sharded and not own:
+            raise CheckpointError(
+                "checkpoint='sharded' writes local folders itself: leave checkpoint_io out, and give a local path, or "
+                "use checkpoint='full'."
+            )
+        if storage_options is not None and own:
+            raise TypeError("storage_options are not used for local checkpoints.")
+        if not own:
+            write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
+            self._saver.save_through(write, checkpoint, topology)
+            return
+        target = Path(filepath)
+        self._saver.save(checkpoint, target, topology, self._training, partial(complete, target, self._folders()))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; one under way is completed first. Rank 0 acts."""
+        self._saver.then(partial(super().remove_checkpoint, filepath))
+
+    @property
+    def _training(self) -> bool:
+        state = self.lightning_module.trainer.state if self.lightning_module is not None else None
+        return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    def _folders(self) -> list[Path]:
+        """Where this run keeps checkpoints."""
+        module = self.lightning_module
+        callbacks = module.trainer.checkpoint_callbacks if module is not None else []
+        found = (getattr(callback, "dirpath", None) for callback in callbacks)
+        return [Path(folder) for folder in found if folder and not lightning_io.is_remote(folder)]
 
     def _metadata(self) -> dict[str, Any]:
         """What a reader may want to know; plain data, and not needed for loading."""
@@ -617,7 +644,7 @@ class ZeroStrategy(DDPStrategy):
         }
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a full checkpoint; tensors of local files stay in the file until they are copied. Collective.
+        """Read a checkpoint, a file or a folder; tensors stay there until they are copied. Collective.
 
         Raises:
             CheckpointError: on every rank, when it cannot be read on one of them.
@@ -625,12 +652,8 @@ class ZeroStrategy(DDPStrategy):
         loaded: dict[str, Any] = {}
         problem: str | None = None
         try:
+            self._saver.wait("a checkpoint is loaded")
             loaded = self._read_checkpoint(checkpoint_path, weights_only)
-            if not isinstance(loaded, dict) or "state_dict" not in loaded:
-                raise CheckpointError(
-                    f"{checkpoint_path} is a file of torch, but no Lightning checkpoint: it has no 'state_dict'. Load "
-                    "bare weights with module.load_state_dict before fit."
-                )
         except CheckpointError as error:
             problem = str(error)
         # A file may be there for some ranks and not for others, which would wait for them.
@@ -643,9 +666,10 @@ class ZeroStrategy(DDPStrategy):
     def _read_checkpoint(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         io = self.checkpoint_io
         inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
-        if isinstance(inner, lightning_io.ZeroCheckpointIO):
-            return inner.load_checkpoint(path, weights_only=weights_only)
-        return dict(super().load_checkpoint(path, weights_only=weights_only))
+        if not isinstance(inner, lightning_io.ZeroCheckpointIO) or lightning_io.is_remote(path):
+            return dict(super().load_checkpoint(path, weights_only=weights_only))
+        read = partial(inner.load_checkpoint, weights_only=weights_only)
+        return {"pytorch-lightning_version": lightning.__version__, **load_any(Path(path), read, _tell)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; each rank keeps what it owns.
@@ -670,6 +694,8 @@ class ZeroStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states; each rank keeps what it owns."""
         saved = checkpoint["optimizer_states"]
+        if checkpoint.get("ds_lightning", {}).get("weights_alone"):
+            return
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -684,18 +710,20 @@ class ZeroStrategy(DDPStrategy):
             state.load_optimizer_state(self.engine, self.engine.sharded(optimizer), entry, order)
 
     def _rendezvous(self, what: str) -> None:
-        assert self._engine is not None
         if self._failed:
             raise CheckpointError("This job has failed: a sharded model cannot be gathered any more.")
-        self._engine.agreement.rendezvous(
-            what, "Call trainer.save_checkpoint on all ranks, not only where trainer.is_global_zero."
-        )
+        if self._topology is not None:
+            agreement = Agreement(self._topology) if self.engine is None else self.engine.agreement
+            agreement.rendezvous(
+                what, "Call trainer.save_checkpoint on all ranks, not only where trainer.is_global_zero."
+            )
 
     # End ------------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Communicate no more: other ranks may be gone."""
         self._failed = True
+        self._saver.finish(failed=True)
         if self._engine is not None:
             self._engine.abort()
         if isinstance(exception, TopologyError):
@@ -706,6 +734,7 @@ class ZeroStrategy(DDPStrategy):
         self._end_evaluation()
         if self.engine is not None and not self._failed:
             self.engine.norms.last()  # nothing may be in flight when the process ends
+        self._saver.finish(self._failed)
         if self._precision_plugin is not None:
             self._precision_plugin.teardown()
         if self.accelerator is not None:
@@ -726,6 +755,10 @@ def _pass_zero_grad_on(wrapper: LightningOptimizer) -> None:
         optimizer.zero_grad(*args, **kwargs)
 
     wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]
+
+
+def _tell(message: str) -> None:
+    rank_zero_info(f"ds_lightning: {message}")
 
 
 def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:

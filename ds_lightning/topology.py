@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -71,6 +71,24 @@ class Topology:
             leave_at_exit()
         return known[key]
 
+    def for_checkpoints(self) -> Topology:
+        """The same ranks over CPU memory, in a group of their own: writing goes on beside training.
+
+        The group is made when it is first asked for, which is collective; a job that saves nothing does without.
+        """
+        if self.control_group is None:
+            return replace(self, device=torch.device("cpu"))
+        default = dist.group.WORLD
+        assert default is not None
+        known = _CHECKPOINTS.setdefault(default, {})
+        if self.timeout not in known:
+            known[self.timeout] = dist.new_group(timeout=self.timeout, backend="gloo")
+        group = known[self.timeout]
+        return replace(self, device=torch.device("cpu"), data_group=group, control_group=group)
+
+
+_CHECKPOINTS: WeakKeyDictionary[dist.ProcessGroup, dict[timedelta, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups for checkpoints, as `_KNOWN`."""
 
 _KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, timedelta], Topology]] = WeakKeyDictionary()
 """Groups by the default group they were made in: they belong to the process, so a second Trainer uses them again."""

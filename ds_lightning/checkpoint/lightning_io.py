@@ -1,4 +1,4 @@
-"""Full checkpoints as one plain Lightning file: written atomically, read as a memory map."""
+"""Plain Lightning files for those who have ordinary tensors: written atomically, read as a memory map."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
+from ds_lightning.checkpoint.full import unwritten
+from ds_lightning.checkpoint.placement import partial_of, place
 from ds_lightning.errors import CheckpointError
 
 
@@ -28,13 +30,13 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         Raises:
             CheckpointError: when it cannot be written; what was there before stays.
         """
-        if _is_remote(path):
+        if is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options are not used for local files.")
         target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        partial = partial_of(target)
         try:
             if target.is_dir():
                 raise IsADirectoryError(f"{target} is a directory")
@@ -43,14 +45,11 @@ class ZeroCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(target)
+            place(partial, target)
         except BaseException as error:
             partial.unlink(missing_ok=True)
             if isinstance(error, OSError | RuntimeError):  # torch's writer reports a full disk as RuntimeError
-                raise CheckpointError(
-                    f"The checkpoint {target} could not be written: {error}. Free some space or choose another "
-                    "directory; earlier checkpoints are untouched."
-                ) from error
+                raise CheckpointError(unwritten(target, error)) from error
             raise
 
     def load_checkpoint(
@@ -66,10 +65,12 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         Raises:
             CheckpointError: when there is no such file, or it is no complete checkpoint.
         """
-        if _is_remote(path):
+        if is_remote(path):
             return dict(super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only))
         source = Path(path)
-        check_is_file(source)
+        if not source.is_file():
+            kind = "is a directory where a checkpoint file was expected" if source.is_dir() else "does not exist"
+            raise CheckpointError(f"The checkpoint {source} {kind} (working directory {Path.cwd()}).")
         safe = True if weights_only is None else weights_only
         try:
             with torch.serialization.safe_globals(_safe_classes()):
@@ -89,41 +90,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
-def check_is_file(source: Path) -> None:
-    """Explain what is wrong with a checkpoint path that is no file.
-
-    Raises:
-        CheckpointError: always, unless it is a file.
-    """
-    if source.is_file():
-        names = {entry.name for entry in source.parent.iterdir()} if source.parent.is_dir() else set()
-        if source.name in (".metadata", "meta.pt") or source.suffix == ".distcp":
-            raise CheckpointError(
-                f"{source} is a part of a sharded checkpoint. Sharded directories are not supported yet; consolidate "
-                f"it with `python -m lightning.pytorch.utilities.consolidate_checkpoint {source.parent}`."
-            )
-        if source.name.endswith(("_optim_states.pt", "_model_states.pt")) or "zero_to_fp32.py" in names:
-            raise CheckpointError(
-                f"{source} is a part of a DeepSpeed checkpoint. Convert it with DeepSpeed's own zero_to_fp32.py first."
-            )
-        return
-    if not source.exists():
-        raise CheckpointError(f"The checkpoint {source} does not exist (working directory {Path.cwd()}).")
-    entries = sorted(entry.name for entry in source.iterdir()) if source.is_dir() else []
-    if "zero_to_fp32.py" in entries or any(e.endswith("_optim_states.pt") for e in entries):
-        hint = "It is a DeepSpeed checkpoint: convert it with its zero_to_fp32.py first."
-    elif ".metadata" in entries or "meta.pt" in entries:
-        hint = (
-            "It is a sharded checkpoint, which is not supported yet; consolidate it with `python -m "
-            f"lightning.pytorch.utilities.consolidate_checkpoint {source}`."
-        )
-    else:
-        files = [e for e in entries if e.endswith(".ckpt")]
-        hint = f"Did you mean {source / files[0]}?" if files else "Give the path of a .ckpt file."
-    raise CheckpointError(f"{source} is a directory where a checkpoint file was expected. {hint}")
-
-
-def _is_remote(path: _PATH) -> bool:
+def is_remote(path: _PATH) -> bool:
+    """Whether a path is a URL."""
     return "://" in str(path)
 
 

@@ -1,4 +1,4 @@
-"""Views of an engine's state by parameter name, in logical shapes, and the way back."""
+"""An engine's state as logical tensors by parameter name, in torch's own formats, and the way back."""
 
 from __future__ import annotations
 
@@ -7,54 +7,84 @@ from typing import Any
 
 import torch
 
+from ds_lightning.checkpoint.snapshot import Snapshot, Vector
 from ds_lightning.errors import CheckpointError
 from ds_lightning.optim.sharded import ShardedOptimizer, belongs_to_elements
+from ds_lightning.optim.unit_states import element_keys, merged, outline, pieces_of
+from ds_lightning.zero.buffers import UnitBuffers
 from ds_lightning.zero.engine import ZeroEngine
 
 
-def full_parameters(engine: ZeroEngine) -> dict[str, torch.Tensor]:
-    """Master values of every parameter, on CPU, on rank 0; empty on other ranks. Collective.
-
-    One unit is gathered at a time, so beside the result rank 0 holds one unit more, other ranks nothing.
-    """
+def parameters(engine: ZeroEngine, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """Master values of every parameter, by canonical name, as logical tensors. Nothing is copied or sent."""
     result: dict[str, torch.Tensor] = {}
     for index in sorted(engine.units):
-        full = engine.values.full_values(index, everywhere=False)
-        if engine.topology.rank:
-            continue
-        for slot in engine.units[index].unit.slots:
-            result[slot.name] = full[slot.start : slot.stop].view(slot.shape).to("cpu", copy=True)
+        buffers = engine.units[index]
+        start, stop = buffers.owned
+        own = buffers.master[start - buffers.start : stop - buffers.start]
+        vector = snapshot.add(_vector("parameters", buffers, own.dtype, [(start, own)]))
+        for slot in buffers.unit.slots:
+            result[slot.name] = snapshot.tensor(vector, slot.start, slot.shape)
     return result
 
 
-def full_optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, Any]:
-    """An optimizer's state in torch's own format and logical shapes, on rank 0; empty on others. Collective.
+def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer, snapshot: Snapshot) -> dict[str, Any]:
+    """An optimizer's state in torch's own format, with logical tensors for what belongs to elements. Collective.
 
-    One unit's states are gathered at a time.
+    The ranks tell each other which states there are, and those that do not belong to elements; no more is sent.
     """
-    states: dict[str, dict[str, Any]] = {}
-    for gradients in sharded.units:
-        found = engine.values.full_unit_state(sharded, gradients.unit.index, everywhere=False)
-        for name, entry in found.items():
-            states[name] = {
-                key: value.detach().to("cpu", copy=True) if torch.is_tensor(value) else value
-                for key, value in entry.items()
-            }
-    if engine.topology.rank:
-        return {}
+    names, entries = _named_states(engine, sharded, snapshot)
     numbered: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     place = 0
-    for group, parameters in zip(sharded.optimizer.param_groups, sharded.user_params(), strict=True):
+    for group, members in zip(sharded.optimizer.param_groups, names, strict=True):
         packed = {key: value for key, value in group.items() if key != "params"}
-        packed["params"] = list(range(place, place + len(parameters)))
+        packed["params"] = list(range(place, place + len(members)))
         groups.append(packed)
-        for parameter in parameters:
-            state = states.get(engine.table.name_of(parameter))
-            if state:
-                numbered[place] = state
+        for name in members:
+            if entries.get(name):
+                numbered[place] = entries[name]
             place += 1
     return {"state": numbered, "param_groups": groups}
+
+
+def _named_states(
+    engine: ZeroEngine, sharded: ShardedOptimizer, snapshot: Snapshot
+) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
+    """Names of the parameters of each group, and states by name."""
+    mine = {gradients.unit.index: sharded.unit_state(gradients) for gradients in sharded.units}
+    outlines = engine.agreement.everyone({index: outline(state) for index, state in mine.items()})
+    entries: dict[str, dict[str, Any]] = {}
+    for gradients in sharded.units:
+        unit = gradients.unit
+        known = merged([other[unit.index] for other in outlines])
+        numbers = {}
+        for key, dtype in element_keys(known):
+            pieces = pieces_of(mine[unit.index], key, dtype)
+            numbers[key] = snapshot.add(_vector(key, gradients.buffers, dtype, pieces))
+        template = next(iter(known.values()), {})
+        for slot in unit.slots:
+            entry = known.get(slot.name)
+            if entry is None and not slot.numel and slot.group in sharded.groups:
+                entry = template  # a parameter without elements lies on no rank
+            if entry:
+                entries[slot.name] = {
+                    key: snapshot.tensor(numbers[key], slot.start, slot.shape) if kind == "elements" else value
+                    for key, (kind, value) in entry.items()
+                }
+    names = [[engine.table.name_of(parameter) for parameter in group] for group in sharded.user_params()]
+    return names, entries
+
+
+def _vector(what: str, buffers: UnitBuffers, dtype: torch.dtype, pieces: Sequence[tuple[int, torch.Tensor]]) -> Vector:
+    """What this rank writes of a unit: its own chunk, also where it holds more (stage 0, parameters at 1 and 2)."""
+    start, stop = buffers.owned
+    own = []
+    for first, values in pieces:
+        lo, hi = max(first, start), min(first + values.numel(), stop)
+        if hi > lo:
+            own.append((lo, values.detach()[lo - first : hi - first]))
+    return Vector(f"{what} of {buffers.unit.name}", buffers.unit.numel, (start, stop), dtype, tuple(own))
 
 
 def load_optimizer_state(

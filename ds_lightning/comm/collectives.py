@@ -117,9 +117,16 @@ class Collectives(abc.ABC):
             take: gives a scratch tensor of so many elements, of `full`'s dtype.
         """
 
-    def collect(self, full: torch.Tensor, what: str, tag: int) -> Pending:
-        """Fill `full` on rank 0 alone; this rank's chunk is already in place. Other ranks may find anything in it."""
-        return self.all_gather(full, what, tag, full.numel())
+    @abc.abstractmethod
+    def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
+        """Bring every rank's chunk to rank 0.
+
+        Args:
+            own: this rank's chunk.
+            full: `[world_size * chunk]` on rank 0, None elsewhere.
+            what: name for messages.
+            tag: distinguishes operations that are in flight together.
+        """
 
     def broadcast(self, values: torch.Tensor, what: str, source: int = 0) -> None:
         """Make `values` equal to those of rank `source`, and wait."""
@@ -161,6 +168,11 @@ class _Alone(Collectives):
     ) -> PendingReduce:
         return PendingReduce(Pending([], (), str), [full], premultiplied=False)
 
+    def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
+        if full is not None:
+            full.copy_(own)
+        return Pending([], (), str)
+
 
 class _PointToPoint(Collectives):
     """See [Note: point to point on gloo]."""
@@ -187,19 +199,21 @@ class _PointToPoint(Collectives):
         self.ledger.record("all_gather", sent * full.element_size())
         return Pending(works, (full,), describe)
 
-    def collect(self, full: torch.Tensor, what: str, tag: int) -> Pending:
-        rank, group = self.topology.rank, self.topology.data_group
-        chunks = full.view(self.topology.world_size, -1)
+    def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
+        group = self.topology.data_group
         describe = self._describer("collection", what)
+        works: list[Any] = []
         try:
-            if rank == 0:
-                works = [dist.irecv(chunks[peer], group=group, group_src=peer, tag=tag) for peer in self._peers()]
+            if full is None:
+                works.append(dist.isend(own, group=group, group_dst=0, tag=tag))
+                self.ledger.record("collect", own.nbytes)
             else:
-                works = [dist.isend(chunks[rank], group=group, group_dst=0, tag=tag)]
-                self.ledger.record("collect", chunks[rank].nbytes)
+                chunks = full.view(self.topology.world_size, -1)
+                works += [dist.irecv(chunks[peer], group=group, group_src=peer, tag=tag) for peer in self._peers()]
+                chunks[0].copy_(own)
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
-        return Pending(works, (full,), describe)
+        return Pending(works, (own,), describe)
 
     def reduce_scatter(
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
@@ -260,3 +274,8 @@ class _Native(Collectives):
             raise TopologyError(describe(str(error))) from error
         self.ledger.record("reduce_scatter", out.numel() * (size - 1) * full.element_size())
         return PendingReduce(Pending([work], (full, out), describe), [out], premultiplied=average)
+
+    def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
+        target = own.new_empty(own.numel() * self.topology.world_size) if full is None else full
+        target.view(self.topology.world_size, -1)[self.topology.rank].copy_(own)
+        return self.all_gather(target, what, tag, target.numel())

@@ -20,6 +20,8 @@ from torch import nn
 
 from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.layout.flat import ALIGNMENT, Piece
+from ds_lightning.optim.unit_states import Elements, UnitState
+from ds_lightning.zero.logical import flat_range
 from ds_lightning.zero.reduce import UnitGradients
 from ds_lightning.zero.table import ParameterTable
 
@@ -296,17 +298,13 @@ class ShardedOptimizer:
             for slot in run.slots:
                 place = unit.slots[slot]
                 start, stop = run.overlap(slot)
-                source = states[place.name][key].reshape(-1)[start - place.start : stop - place.start]
+                source = flat_range(states[place.name][key], start - place.start, stop - place.start)
                 target.view(-1)[start - run.start : stop - run.start].copy_(source)
             state[key] = target
         self.optimizer.state[run.parameter] = state
 
-    def unit_state(self, gradients: UnitGradients) -> dict[str, dict[str, Any]]:
-        """State of a unit's runs on this rank, by parameter name and key.
-
-        Returns:
-            For states that belong to elements a pair `(start, values)`, with `start` in the unit; else the value.
-        """
+    def unit_state(self, gradients: UnitGradients) -> UnitState:
+        """State of a unit's runs on this rank, by parameter name and key."""
         found: dict[str, dict[str, Any]] = {}
         for run in self.runs:
             state = self.optimizer.state.get(run.parameter)
@@ -317,7 +315,8 @@ class ShardedOptimizer:
                 entry = found.setdefault(gradients.unit.slots[slot].name, {})
                 for key, value in state.items():
                     if _per_element(value, run.parameter):
-                        entry[key] = (start, value.reshape(-1)[start - run.start : stop - run.start])
+                        values = value.reshape(-1)[start - run.start : stop - run.start]
+                        entry.setdefault(key, Elements(value.dtype)).pieces.append((start, values))
                     else:
                         entry[key] = value
         return found

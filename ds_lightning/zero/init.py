@@ -1,10 +1,10 @@
 """Builds a model already sharded, so that no rank ever holds it whole.
 
-[Note: sharded construction] Inside `building`, a module that becomes the child of another is complete, so its parameters
-are cut at once and only this rank's part stays: a block is cut layer by layer while it is built, and a list of blocks
-never exists whole. torch tells of registrations through a hook of its own; nothing is patched and nothing is on the
-meta device, so constructors and `init` functions run as written. Whoever touches values later inside `building` (an
-`apply(init)`, a `load_state_dict`) gets them gathered, and they are cut again. Rank 0's values win, as everywhere.
+[Note: sharded construction] Inside `building`, a module that becomes the child of another is complete, so its
+parameters are cut at once and only this rank's part stays: a block is cut layer by layer while it is built, and a list
+of blocks never exists whole. torch tells of registrations through a hook of its own; nothing is patched and nothing is
+on the meta device, so constructors and `init` functions run as written. Whoever touches values later inside `building`
+(an `apply(init)`, a `load_state_dict`) gets them gathered, and they are cut again. Rank 0's values win, as everywhere.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.zero.buffers import UnitBuffers
+from ds_lightning.zero.logical import flat_range
 from ds_lightning.zero.residency import Residency, ResidencyManager
 from ds_lightning.zero.table import ParameterTable
 from ds_lightning.zero.values import FullValues
@@ -77,15 +78,14 @@ class StateDicts:
         buffers = self._units[index]
         unit = buffers.unit
         slot = unit.slots[self._table.slot_of(self._table.name_of(parameter))[1]]
-        flat = source.detach().reshape(-1)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if self._residency.state(index) is Residency.FULL:
-                buffers.full[slot.start : slot.stop].copy_(flat)
+                buffers.full[slot.start : slot.stop].copy_(flat_range(source, 0, slot.numel))
                 torch.autograd.graph.increment_version(parameter)
             start, stop = max(slot.start, buffers.start), min(slot.stop, buffers.stop)
             if stop > start:
                 target = buffers.master[start - buffers.start : stop - buffers.start]
-                target.copy_(flat[start - slot.start : stop - slot.start])
+                target.copy_(flat_range(source, start - slot.start, stop - slot.start))
         self._values.forget(index)
         return parameter
 

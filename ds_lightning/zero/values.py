@@ -13,6 +13,7 @@ from ds_lightning.comm.agreement import Agreement
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.errors import ReleasedParameterError
 from ds_lightning.optim.sharded import ShardedOptimizer
+from ds_lightning.optim.unit_states import element_keys, merged, outline, pieces_of
 from ds_lightning.zero.buffers import UnitBuffers
 from ds_lightning.zero.passes import Passes
 from ds_lightning.zero.plan import StagePlan
@@ -59,21 +60,16 @@ class FullValues:
         self._plan = plan
         self._versions: dict[int, tuple[int, ...]] = {}
 
-    def full_values(self, index: int, everywhere: bool = True) -> torch.Tensor:
-        """Master values of a whole unit, `[unit.numel]`. Collective.
-
-        Args:
-            index: the unit.
-            everywhere: on every rank; otherwise only rank 0's result means anything.
-        """
+    def full_values(self, index: int) -> torch.Tensor:
+        """Master values of a whole unit, `[unit.numel]`. Collective."""
         buffers = self._units[index]
         if buffers.master.numel() == buffers.unit.numel:
             return buffers.master
         if buffers.aliased:
             return buffers.full
-        return self.spread(index, buffers.master, buffers.master.dtype, everywhere)
+        return self.spread(index, buffers.master, buffers.master.dtype)
 
-    def spread(self, index: int, own: torch.Tensor | None, dtype: torch.dtype, everywhere: bool = True) -> torch.Tensor:
+    def spread(self, index: int, own: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Put every rank's chunk of a unit-sized tensor together, zeros where a rank has none. Collective."""
         buffers = self._units[index]
         self._passes.meet()
@@ -82,48 +78,25 @@ class FullValues:
             if own is not None:
                 full[buffers.owned[0] : buffers.owned[1]].copy_(own)
             tag, name = index * TAGS + VALUES_TAG, buffers.unit.name
-            if everywhere:
-                self._collectives.all_gather(full, name, tag, full.numel()).wait()
-            else:
-                self._collectives.collect(full, name, tag).wait()
+            self._collectives.all_gather(full, name, tag, full.numel()).wait()
         return full
 
-    def full_unit_state(
-        self, sharded: ShardedOptimizer, index: int, everywhere: bool = True
-    ) -> dict[str, dict[str, Any]]:
-        """Optimizer state of a unit's parameters in logical shapes, by name and key. Collective.
-
-        On other ranks than 0 it is empty unless `everywhere`.
-        """
+    def full_unit_state(self, sharded: ShardedOptimizer, index: int) -> dict[str, dict[str, Any]]:
+        """Optimizer state of a unit's parameters in logical shapes, by name and key. Collective."""
         gradients = self._reducer.units[index]
         unit = gradients.unit
         mine = sharded.unit_state(gradients)
-        outline = {
-            name: {
-                key: ("elements", value[1].dtype) if isinstance(value, tuple) else ("value", _portable(value))
-                for key, value in entry.items()
-            }
-            for name, entry in mine.items()
-        }
-        known: dict[str, dict[str, Any]] = {}
-        for other in self._agreement.everyone(outline):
-            for name, entry in other.items():
-                known.setdefault(name, {}).update(entry)
-        keys = sorted({(k, v[1]) for entry in known.values() for k, v in entry.items() if v[0] == "elements"}, key=str)
+        known = merged(self._agreement.everyone(outline(mine)))
         whole: dict[str, torch.Tensor] = {}
         buffers = self._units[index]
-        for key, dtype in keys:
+        for key, dtype in element_keys(known):
             local = torch.zeros(unit.numel, dtype=dtype, device=self._topology.device)
-            for entry in mine.values():
-                if isinstance(entry.get(key), tuple):
-                    start, values = entry[key]
-                    local[start : start + values.numel()].copy_(values)
+            for start, values in pieces_of(mine, key, dtype):
+                local[start : start + values.numel()].copy_(values)
             if self._plan.shard_optimizer:
                 own = local[buffers.owned[0] : buffers.owned[1]]
-                local = self.spread(index, own, dtype, everywhere)
+                local = self.spread(index, own, dtype)
             whole[key] = local
-        if not everywhere and self._topology.rank:
-            return {}
         result: dict[str, dict[str, Any]] = {}
         template = next(iter(known.values()), {})
         for slot in unit.slots:
@@ -215,7 +188,3 @@ class FullValues:
 def versions_of(buffers: UnitBuffers) -> tuple[int, ...]:
     """Version counters of a unit's parameters: they grow when someone writes in place."""
     return tuple(parameter._version for parameter in buffers.parameters)
-
-
-def _portable(value: Any) -> Any:
-    return value.detach().cpu() if torch.is_tensor(value) else value

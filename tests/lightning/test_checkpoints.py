@@ -404,6 +404,7 @@ def make_wrong_paths(folder: Path) -> dict[str, tuple[str, ...]]:
         (sharded / name).write_bytes(b"x")
     bare = folder / "bare.pt"
     torch.save({"weight": torch.zeros(2)}, bare)
+    torch.save([torch.zeros(2)], folder / "list.pt")
     return {
         "cut.ckpt": ("cut.ckpt", "truncated"),
         "empty.ckpt": ("empty.ckpt", "0 bytes"),
@@ -411,10 +412,11 @@ def make_wrong_paths(folder: Path) -> dict[str, tuple[str, ...]]:
         "plain": ("directory", "last.ckpt"),
         "speed": ("DeepSpeed", "zero_to_fp32"),
         "speed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": ("DeepSpeed",),
-        "sharded": ("sharded", "consolidate"),
-        "sharded/__0_0.distcp": ("part of a sharded", "consolidate"),
+        "sharded": ("sharded/.metadata", "truncated"),
+        "sharded/__0_0.distcp": ("part of a sharded", "sharded."),
         "sharded/.metadata": ("part of a sharded",),
-        "bare.pt": ("bare.pt", "state_dict"),
+        "bare.pt": ("head.weight: missing", "weight: not in the model"),
+        "list.pt": ("list.pt", "state_dict"),
     }
 
 
@@ -553,8 +555,8 @@ def test_only_the_best_files_and_the_last_one_are_kept(tmp_path, stage, save_las
     (best, metrics), other = run_ranks(keep_the_best, 2, str(tmp_path), stage, save_last)
     assert other == (best, metrics)
     files = sorted(path.name for path in tmp_path.iterdir())
-    assert len(files) == 3
-    assert "last.ckpt" in files
+    assert len(files) == 4
+    assert {"last.ckpt", "latest"} <= set(files)
     assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
     plain = pl.Trainer(
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False

@@ -1,0 +1,279 @@
+"""Checkpoints as folders of `torch.distributed.checkpoint`, written by all ranks straight from their shards.
+
+| file | content |
+|---|---|
+| `__R_0.distcp` | what rank R owns, as ordinary chunks of N-dimensional tensors: see `layout/boxes.py` |
+| `.metadata` | torch's table of chunks |
+| `meta.pt` | everything that is no tensor of the model or its optimizers, in Lightning's usual place |
+
+Tensors are named `model.NAME` and `optimizer_I.state.NAME.KEY`, as Lightning's own strategies name them, so `dcp.load`,
+`dcp_to_torch_save` and `python -m lightning.pytorch.utilities.consolidate_checkpoint` read such a folder. Nothing in it
+depends on the stage, the number of ranks or the precision.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ds_lightning.checkpoint.full import unwritten
+from ds_lightning.checkpoint.placement import partial_of, place, remove, sync
+from ds_lightning.checkpoint.snapshot import ShardSource, Snapshot
+from ds_lightning.comm.agreement import Agreement
+from ds_lightning.errors import CheckpointError
+from ds_lightning.topology import Topology
+from ds_lightning.zero.logical import LogicalTensor
+
+META = "meta.pt"
+METADATA = ".metadata"
+TENSORS = "tensors"
+"""Key in `meta.pt["ds_lightning"]`: for each tensor that was taken out, its path in the checkpoint and its name."""
+
+Key = str | int
+Path_ = tuple[Key, ...]
+
+
+class ShardedWrite:
+    """One checkpoint on its way into a folder. Construction is not collective; every rank makes one.
+
+    Args:
+        checkpoint: rank 0's; that of other ranks does not matter.
+        target: the folder, replaced in one step when the new one is complete.
+        snapshot: whose vectors the checkpoint's logical tensors point into.
+        ranks: all ranks, over CPU memory.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any], target: Path, snapshot: Snapshot, ranks: Topology) -> None:
+        self.target = target
+        self._partial = partial_of(target)
+        self._snapshot = snapshot
+        self._ranks = ranks
+        self._taken: _Taken | None = None
+        self._problem: str | None = None
+        if ranks.rank == 0:
+            try:
+                self._taken = _Taken(checkpoint)
+            except Exception as error:  # something in it cannot be pickled
+                self._problem = unwritten(target, error)
+
+    def stage(self) -> None:
+        """Copy this rank's values to the memory of the host: the model may go on. Not collective."""
+        self._snapshot = self._snapshot.staged()
+        if self._taken is not None:
+            self._taken.stage()
+
+    def run(self) -> None:
+        """Write. Collective.
+
+        Raises:
+            CheckpointError: on every rank, when any of them cannot write; what was there before stays.
+        """
+        agreement = Agreement(self._ranks)
+        if self._ranks.rank == 0 and self._problem is None:
+            try:
+                remove(self._partial)
+                self._partial.mkdir(parents=True)
+            except OSError as error:
+                self._problem = unwritten(self.target, error)
+        plan = (self._problem, str(self._partial), self._taken.places if self._taken is not None else {})
+        problem, folder, places = agreement.from_rank(plan)
+        if problem is None:
+            problem = self._write_tensors(Path(folder), places)
+        if self._ranks.rank == 0:
+            problem = self._finish(problem)
+        problem = agreement.from_rank(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _write_tensors(self, folder: Path, places: Mapping[Path_, tuple[int, int, torch.Size]]) -> str | None:
+        tensors = {name: self._snapshot.tensor(*place) for name, place in places.items()}
+        if self._taken is not None:
+            tensors.update(self._taken.whole)
+        try:
+            save(
+                _nested(tensors),
+                storage_writer=_Writer(folder),
+                process_group=self._ranks.data_group,
+                no_dist=self._ranks.world_size == 1,
+            )
+        except CheckpointException as error:  # torch tells every rank of every rank's failure
+            rank, (cause, _) = next(iter(error.failures.items()))
+            return unwritten(self.target, RuntimeError(f"rank {rank}: {type(cause).__name__}: {cause}"))
+        except Exception as error:
+            return unwritten(self.target, error)
+        return None
+
+    def _finish(self, problem: str | None) -> str | None:
+        """Put the folder in its place. Returns what went wrong, if anything did."""
+        try:
+            if problem is None:
+                assert self._taken is not None
+                with (self._partial / META).open("wb") as file:
+                    file.write(self._taken.rest.getbuffer())
+                    file.flush()
+                    os.fsync(file.fileno())
+                sync(self._partial)
+                place(self._partial, self.target)
+        except Exception as error:
+            problem = unwritten(self.target, error)
+        if problem is not None:
+            remove(self._partial)
+        return problem
+
+
+def _nested(tensors: Mapping[Path_, Any]) -> dict[Key, Any]:
+    root: dict[Key, Any] = {}
+    for path, tensor in tensors.items():
+        folder = root
+        for key in path[:-1]:
+            folder = folder.setdefault(key, {})
+        folder[path[-1]] = tensor
+    return root
+
+
+class _Taken:
+    """A checkpoint taken apart, on rank 0.
+
+    Attributes:
+        places: by name, where in the snapshot a tensor lies: vector, first element, shape.
+        whole: by name, tensors that rank 0 has whole: buffers, and what hooks have touched.
+        rest: `meta.pt`: the checkpoint without them, and how to put it together again.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any]) -> None:
+        self.places: dict[Path_, tuple[int, int, torch.Size]] = {}
+        self.whole: dict[Path_, torch.Tensor] = {}
+        self._names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or []
+        order: list[tuple[Path_, str | None]] = []
+        rest = dict(self._take(dict(checkpoint), (), order))
+        rest["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), TENSORS: order}
+        self.rest = io.BytesIO()
+        torch.save(rest, self.rest)
+
+    def stage(self) -> None:
+        """Copy what may change from now on."""
+        self.whole = {name: value.cpu().clone() for name, value in self.whole.items()}
+
+    def _take(self, item: Any, path: Path_, order: list[tuple[Path_, str | None]]) -> Any:
+        """A copy of a container without what goes into the chunks; anything else as it is."""
+        if type(item) not in (dict, OrderedDict, defaultdict, list, tuple):
+            return item
+        before = len(order)
+        indexed = isinstance(item, list | tuple)
+        kept: dict[Any, Any] = {}
+        for key, value in enumerate(item) if indexed else item.items():
+            here = (*path, key)
+            if self._belongs(value, here):
+                name = self._name(here)
+                order.append((here, _dotted(name)))
+                self._note(name, value)
+                if indexed:
+                    kept[key] = None
+            else:
+                kept[key] = self._take(value, here, order)
+                if path == ("state_dict",):
+                    order.append((here, None))  # no tensor, but it has its place in the order
+        if len(order) == before:
+            return item
+        return list(kept.values()) if indexed else kept
+
+    def _belongs(self, value: Any, path: Path_) -> bool:
+        """Whether a value goes into the chunks: logical tensors, and all tensors of the model."""
+        return isinstance(value, LogicalTensor) or (torch.is_tensor(value) and path[0] == "state_dict")
+
+    def _name(self, path: Path_) -> Path_:
+        if path[0] == "state_dict":
+            return ("model", *path[1:])
+        if path[0] == "optimizer_states" and len(path) == 5 and path[2] == "state":
+            index, number = int(path[1]), int(path[3])
+            names = self._names[index] if index < len(self._names) else []
+            return f"optimizer_{index}", "state", names[number] if number < len(names) else str(number), path[4]
+        return path
+
+    def _note(self, name: Path_, value: torch.Tensor) -> None:
+        if not isinstance(value, LogicalTensor):
+            self.whole[name] = value.detach()
+        elif value.value is not None or not isinstance(value.source, ShardSource):
+            self.whole[name] = value.whole()
+        else:
+            source = value.source
+            self.places[name] = (source.vector, source.start, source.shape)
+
+
+def _dotted(name: Path_) -> str:
+    return ".".join(str(part) for part in name)
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer, one tensor at a time: torch's own keeps a copy of every tensor until the file is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items to one file."""
+        results: list[WriteResult] = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            with open(Path(self.path) / name, "wb") as stream:
+                for item in plan.items:
+                    start = stream.tell()
+                    data = planner.resolve_data(item)
+                    if isinstance(data, io.BytesIO):
+                        stream.write(data.getbuffer())
+                    else:
+                        torch.save(_alone(data), stream)
+                    length = stream.tell() - start
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                stream.flush()
+                os.fsync(stream.fileno())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _alone(values: torch.Tensor) -> torch.Tensor:
+    """The tensor over a storage of its own size, without a copy: `torch.save` writes whole storages."""
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    if not flat.numel():
+        return flat.view(values.shape)
+    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(values.dtype).view(values.shape)
+
+
+def put_together(rest: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The checkpoint that was taken apart.
+
+    Args:
+        rest: `meta.pt`.
+        tensors: by name.
+
+    Raises:
+        CheckpointError: when a tensor is missing.
+    """
+    own = dict(rest.get("ds_lightning", {}))
+    order = own.pop(TENSORS)
+    rest = {**rest, "ds_lightning": own, "state_dict": dict(rest.get("state_dict", {}))}
+    missing = [name for _, name in order if name is not None and name not in tensors]
+    if missing:
+        raise CheckpointError(f"The checkpoint lacks {', '.join(missing[:10])}; it is not complete.")
+    for path, name in order:
+        folder: Any = rest
+        for key in path[:-1]:
+            if isinstance(folder, dict):
+                folder.setdefault(key, {})
+            folder = folder[key]
+        value = folder.pop(path[-1], None) if name is None else tensors[name]
+        folder[path[-1]] = value
+    return rest
