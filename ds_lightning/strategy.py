@@ -45,6 +45,7 @@ from ds_lightning.trainer_facts import collect_facts
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction
+from ds_lightning.zero.logical import is_stored
 from ds_lightning.zero.meeting import Meeting, metrics_of
 from ds_lightning.zero.options import EngineOptions
 from ds_lightning.zero.placement import equalize, move_all_but_parameters
@@ -115,6 +116,7 @@ class ZeroStrategy(DDPStrategy):
         self._topology: Topology | None = None
         self._resolved: ResolvedConfig | None = None
         self._construction: ShardedConstruction | None = None
+        self._load_later: Callable[[], None] | None = None
         self._used = False
         self._failed = False
         super().__init__(
@@ -370,6 +372,9 @@ class ZeroStrategy(DDPStrategy):
         if self._construction is not None:
             self._construction.finish()
             self._construction = None
+        if self._load_later is not None:
+            self._load_later()
+            self._load_later = None
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Call `configure_optimizers`; an optimizer of the configuration takes the place of one that is missing."""
@@ -683,8 +688,32 @@ class ZeroStrategy(DDPStrategy):
         excluded = set(checkpoint.get("ds_lightning", {}).get("excluded_parameters", ()))
         if strict:
             keys.check_keys(module, saved, excluded)
+        else:
+            missing, unexpected = keys.differences(module, saved)
+            for what, names in (("lacks", missing), ("also holds", unexpected)):
+                if names:
+                    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+                    _tell(f"the checkpoint {what} {len(names)} of the names of {type(module).__name__}: {shown}")
+        load = partial(self._load_weights, saved, strict and not excluded)
+        # What lies in shards is read once each rank knows its own: no rank reads the whole model.
+        if self.engine is None and self._shards_parameters and keys.loads_as_usual(module) and is_stored(saved):
+            self._load_later = load
+        else:
+            load()
+
+    @property
+    def _strict(self) -> bool:
+        return self.lightning_module is None or bool(self.lightning_module.strict_loading)
+
+    def _load_weights(self, saved: Mapping[str, Any], strict: bool) -> None:
+        assert self.lightning_module is not None
         with self._loading():
-            module.load_state_dict(saved, strict=strict and not excluded)
+            self.lightning_module.load_state_dict(saved, strict=strict)
+
+    @property
+    def _shards_parameters(self) -> bool:
+        several = self._topology is not None and self._topology.world_size > 1
+        return several and StagePlan.of(self.config.zero_optimization.stage).shard_params
 
     def _loading(self) -> AbstractContextManager[Any]:
         if self.engine is not None:
@@ -707,7 +736,10 @@ class ZeroStrategy(DDPStrategy):
         self.engine.follow_groups()  # finetuning callbacks have just put theirs back
         names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or [None] * len(saved)
         for optimizer, entry, order in zip(self.optimizers, saved, names, strict=False):
-            state.load_optimizer_state(self.engine, self.engine.sharded(optimizer), entry, order)
+            sharded = self.engine.sharded(optimizer)
+            fresh = state.load_optimizer_state(self.engine, sharded, entry, order, not self._strict)
+            if fresh:
+                _tell(f"{type(optimizer).__name__} begins without a state for {', '.join(fresh)}")
 
     def _rendezvous(self, what: str) -> None:
         if self._failed:
@@ -744,7 +776,7 @@ class ZeroStrategy(DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Process groups and engines belong to a process."""
         values: dict[str, Any] = super().__getstate__()
-        return {**values, "_engine": None, "_topology": None, "_construction": None}
+        return {**values, "_engine": None, "_topology": None, "_construction": None, "_load_later": None}
 
 
 def _pass_zero_grad_on(wrapper: LightningOptimizer) -> None:

@@ -30,16 +30,31 @@ def align_compiled(saved: Mapping[str, Any], module: nn.Module) -> Mapping[str, 
     return {spelt.get(key.replace(_COMPILED, ""), key): value for key, value in saved.items()}
 
 
+def loads_as_usual(module: nn.Module) -> bool:
+    """Whether `load_state_dict` does what torch's does: it may be overridden, and hooks may rename keys."""
+    return type(module).load_state_dict is nn.Module.load_state_dict and not any(
+        child._load_state_dict_pre_hooks for child in module.modules()
+    )
+
+
+def differences(module: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Names that a module has and a state lacks, and the other way round."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(_saved_buffers(module))
+    own = _formats_of_their_own(module)
+    return (
+        [name for name in names if name not in saved],
+        [name for name in saved if name not in names and not name.startswith(own)],
+    )
+
+
 def check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) -> None:
     """Compare a state with a module without changing either.
 
     Raises:
         CheckpointError: naming missing and unexpected keys and other shapes.
     """
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        return  # the user's own way of loading
-    if any(child._load_state_dict_pre_hooks for child in module.modules()):
-        return  # keys may still be renamed
+    if not loads_as_usual(module):
+        return
     shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
     shapes.update(_saved_buffers(module))
     problems = [
@@ -48,19 +63,18 @@ def check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) 
         if torch.is_tensor(saved.get(name)) and saved[name].shape != shape
     ]
     problems += [f"{name}: missing in the checkpoint" for name in shapes if name not in saved and name not in optional]
-    # What modules with a format of their own (metrics, extra state) may have saved is theirs to judge.
-    own_format = tuple(
-        f"{name}." if name else "" for name, child in module.named_modules() if not _saves_as_usual(child)
-    )
-    problems += [
-        f"{name}: not in the model" for name in saved if name not in shapes and not name.startswith(own_format)
-    ]
+    problems += [f"{name}: not in the model" for name in differences(module, saved)[1]]
     if problems:
         shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
         raise CheckpointError(
             f"The checkpoint does not fit {type(module).__name__}; nothing was loaded:\n  {shown}\n"
             "It belongs to another model, or set `strict_loading = False` on the module."
         )
+
+
+def _formats_of_their_own(module: nn.Module) -> tuple[str, ...]:
+    """Prefixes of what modules with a format of their own (metrics, extra state) may have saved; theirs to judge."""
+    return tuple(f"{name}." if name else "" for name, child in module.named_modules() if not _saves_as_usual(child))
 
 
 def _saves_as_usual(module: nn.Module) -> bool:

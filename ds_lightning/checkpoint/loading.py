@@ -15,6 +15,9 @@ from ds_lightning.errors import CheckpointError
 META = "meta.pt"
 METADATA = ".metadata"
 
+_KEPT = ("hyper_parameters", "pytorch-lightning_version")
+"""What goes with weights alone, of what Lightning's own sharded checkpoints hold beside them."""
+
 ReadFile = Callable[[Path], dict[str, Any]]
 
 
@@ -91,7 +94,8 @@ def _of_others(folder: Path, stored: Any, rest: dict[str, Any], log: Callable[[s
     weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     if not weights:
         raise CheckpointError(f"{folder} holds no tensors.")
-    return {**rest, **_weights_alone(weights, folder, log)}
+    kept = {key: value for key, value in rest.items() if key in _KEPT or key.startswith(("hparams_", "datamodule_"))}
+    return {**kept, **_weights_alone(weights, folder, log)}
 
 
 def _weights_alone(weights: dict[str, Any], source: Path, log: Callable[[str], None]) -> dict[str, Any]:
@@ -103,7 +107,6 @@ def _weights_alone(weights: dict[str, Any], source: Path, log: Callable[[str], N
         "global_step": 0,
         "optimizer_states": [],
         "lr_schedulers": [],
-        "loops": None,
         "ds_lightning": {"weights_alone": True},
     }
 

@@ -88,8 +88,12 @@ def _vector(what: str, buffers: UnitBuffers, dtype: torch.dtype, pieces: Sequenc
 
 
 def load_optimizer_state(
-    engine: ZeroEngine, sharded: ShardedOptimizer, saved: Mapping[str, Any], names: Sequence[str] | None = None
-) -> None:
+    engine: ZeroEngine,
+    sharded: ShardedOptimizer,
+    saved: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+    partial: bool = False,
+) -> list[str]:
     """Load a state in torch's format: each rank takes what it owns. Not collective; all ranks load the same.
 
     Args:
@@ -97,29 +101,34 @@ def load_optimizer_state(
         sharded: the optimizer.
         saved: `{"state": {number: {...}}, "param_groups": [...]}`.
         names: of the saved parameters by number, where they are known; torch goes by order alone.
+        partial: where names are known, parameters may be new or gone; the number of groups must fit.
+
+    Returns:
+        Parameters that begin without the state that others of the optimizer have, in a partial load.
 
     Raises:
         CheckpointError: when it does not fit, before anything is changed.
     """
-    parameters = [parameter for group in sharded.user_params() for parameter in group]
+    parameters = {engine.table.name_of(p): p for group in sharded.user_params() for p in group}
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    if len(numbers) == len(parameters):
-        mine = [engine.table.name_of(parameter) for parameter in parameters]
-        if names is None or len(names) != len(numbers) or set(names) != set(mine):
-            names = mine
-        by_name = {
-            name: saved["state"][number]
-            for number, name in zip(numbers, names, strict=True)
-            if saved["state"].get(number)
-        }
-        shapes = {engine.table.name_of(parameter): parameter.shape for parameter in parameters}
-        _check_shapes(sharded, by_name, shapes)
-    else:
-        by_name = {}
+    known = names is not None and len(names) == len(numbers)
+    partial = partial and known
+    if not partial:
+        sharded.check_groups(saved["param_groups"])
+        if names is None or not known or set(names) != set(parameters):  # renamed, perhaps by on_load_checkpoint
+            names = list(parameters)
+    assert names is not None
+    by_name = {
+        name: saved["state"][number]
+        for number, name in zip(numbers, names, strict=True)
+        if name in parameters and saved["state"].get(number)
+    }
+    _check_shapes(sharded, by_name, {name: parameter.shape for name, parameter in parameters.items()})
     sharded.load_groups(saved["param_groups"])
     for gradients in sharded.units:
         unit_states = {slot.name: by_name[slot.name] for slot in gradients.unit.slots if slot.name in by_name}
         sharded.load_unit(gradients, unit_states)
+    return [name for name in parameters if name not in names]
 
 
 def _check_shapes(

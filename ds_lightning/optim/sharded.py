@@ -10,7 +10,7 @@ optimizer must leave a parameter without a gradient alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -321,13 +321,12 @@ class ShardedOptimizer:
                         entry[key] = value
         return found
 
-    def load_groups(self, saved: list[dict[str, Any]]) -> None:
-        """Take over hyper-parameters of saved groups.
+    def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the sizes of saved groups with those of the user's.
 
         Raises:
-            CheckpointError: when the groups do not fit.
+            CheckpointError: when they differ.
         """
-        groups = self.optimizer.param_groups
         sizes = [len(params) for params in self.user_params()]
         found = [len(group["params"]) for group in saved]
         if sizes != found:
@@ -335,6 +334,19 @@ class ShardedOptimizer:
                 f"The optimizer state in the checkpoint has groups of {found} parameters, but "
                 f"{type(self.optimizer).__name__} has groups of {sizes}. It belongs to another model or optimizer; "
                 "load the weights alone, or build the same groups."
+            )
+
+    def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take over hyper-parameters of saved groups.
+
+        Raises:
+            CheckpointError: when there are more or fewer groups.
+        """
+        groups = self.optimizer.param_groups
+        if len(saved) != len(groups):
+            raise CheckpointError(
+                f"The optimizer state in the checkpoint has {len(saved)} groups, {type(self.optimizer).__name__} has "
+                f"{len(groups)}."
             )
         for group, values in zip(groups, saved, strict=True):
             group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})

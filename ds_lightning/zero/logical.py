@@ -85,6 +85,9 @@ class LogicalTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func is torch.Tensor.detach:
             return args[0]
+        if func is torch.Tensor.copy_ and not isinstance(args[0], LogicalTensor):  # loaded once, so not kept
+            source = args[1]
+            return func(args[0], source.flat(0, source.numel()).reshape(source.shape), *args[2:], **(kwargs or {}))
         return func(*_values(tuple(args)), **_values(dict(kwargs or {})))
 
     @classmethod
@@ -150,6 +153,11 @@ def _values(item: Any) -> Any:
     if isinstance(item, dict):
         return {key: _values(part) for key, part in item.items()}
     return item
+
+
+def is_stored(values: Mapping[str, Any]) -> bool:
+    """Whether some of these tensors are stand-ins whose values are to be read."""
+    return any(isinstance(value, LogicalTensor) and value.value is None for value in values.values())
 
 
 def flat_range(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:

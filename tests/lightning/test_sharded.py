@@ -1,16 +1,22 @@
 """Sharded folders: written from shards, read by anyone at any stage, world size and precision."""
 
+import io
+import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import ds_lightning as dsl
 from ds_lightning.checkpoint.lightning_io import ZeroCheckpointIO
 from ds_lightning.checkpoint.loading import load
-from tests.lightning.runs import AtTrainStart, Model, loader, same, trainer
+from ds_lightning.errors import CheckpointError
+from tests.lightning.runs import WIDTH, AtTrainStart, Model, full_weights, loader, same, trainer
 from tests.lightning.test_checkpoints import compare, copy_runs
 from tests.pool import run_ranks
 
@@ -83,3 +89,204 @@ def test_every_kind_of_optimizer_state_is_in_a_folder(tmp_path, optimizer):
     assert same(found, full["optimizer_states"]) == []
     run_ranks(copy_runs, 3, str(tmp_path / "sharded.ckpt"), str(tmp_path), [(1, "32-true")], optimizer)
     assert compare(tmp_path / "full.ckpt", tmp_path / "3-1-32-true.ckpt") == []
+
+
+# What hooks see and do ----------------------------------------------------------------------------------------------
+
+
+class Edits(Model):
+    """Hooks that look at tensors and change what is saved: on all ranks, on one, by name, by value, in place."""
+
+    def state_dict(self, *args, **kwargs):
+        found = super().state_dict(*args, **kwargs)
+        found["twice"] = found["gain"] * 2
+        return found
+
+    def on_save_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        assert {name: tuple(value.shape) for name, value in weights.items() if name != "twice"} == {
+            name: tuple(value.shape) for name, value in Model().state_dict().items()
+        }
+        weights["renamed"] = weights.pop("unused.weight")
+        weights["blocks.0.up.bias"] += 1  # in place, on every rank
+        if self.global_rank == 0:
+            checkpoint["norms"] = {name: float(value.norm()) for name, value in list(weights.items())[:3]}
+            weights["blocks.1.up.bias"].mul_(3)
+            checkpoint["copies"] = [weights["head.bias"]]
+        else:
+            weights["blocks.2.up.bias"].zero_()  # not rank 0's, so it is not saved
+        state = checkpoint["optimizer_states"][0]["state"]
+        first = next(iter(state))
+        state[first]["exp_avg"].fill_(0.5)
+
+    def on_load_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        weights["unused.weight"] = weights.pop("renamed")
+        weights.pop("twice")
+        weights["blocks.0.up.bias"] = weights["blocks.0.up.bias"] - 1
+
+
+def save_edited(folder, form, stage):
+    run = trainer(stage, steps=3, zero={"checkpoint": form} if stage != "ddp" else {})
+    run.fit(Edits(), loader())
+    run.save_checkpoint(f"{folder}/{stage}-{form}.ckpt")
+
+
+def load_edited(path, stage, out):
+    copy = AtTrainStart(lambda run, _: run.save_checkpoint(out))
+    trainer(stage, steps=4, callbacks=[copy]).fit(Edits(seed=2), loader(), ckpt_path=path)
+
+
+@pytest.mark.parametrize(("form", "stage"), [("full", 3), ("sharded", 3), ("sharded", 1)])
+def test_hooks_see_and_change_what_they_would_under_ddp(tmp_path, form, stage):
+    run_ranks(save_edited, 2, str(tmp_path), form, stage)
+    run_ranks(save_edited, 2, str(tmp_path), "full", "ddp")
+    path = tmp_path / f"{stage}-{form}.ckpt"
+    found, expected = _plain(read(path)), torch.load(tmp_path / "ddp-full.ckpt", weights_only=True)
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    for name, value in expected["state_dict"].items():
+        assert torch.allclose(found["state_dict"][name], value, rtol=1e-6, atol=1e-7), name
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+    assert torch.equal(found["copies"][0], found["state_dict"]["head.bias"])
+    assert torch.equal(found["optimizer_states"][0]["state"][0]["exp_avg"], torch.full((13, 6), 0.5))
+    run_ranks(load_edited, 3, str(path), 3, str(tmp_path / "again.ckpt"))
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)["state_dict"]
+    assert torch.allclose(again["blocks.0.up.bias"], found["state_dict"]["blocks.0.up.bias"], atol=1e-6)
+    assert torch.equal(again["blocks.1.up.bias"], found["state_dict"]["blocks.1.up.bias"] * 3)
+
+
+# Weights of others --------------------------------------------------------------------------------------------------
+
+
+def save_with_lightnings_own(folder):
+    """What Lightning's FSDP and ModelParallel strategies write: DTensors, one name per parameter, beside `meta.pt`."""
+    from torch import distributed as dist
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(4)
+    model = Model(seed=4)
+    for block in model.blocks:
+        fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        torch.save({"epoch": 3, "global_step": 9, "callbacks": {}}, Path(folder) / "meta.pt")
+
+
+def take_weights(path, stage):
+    run = trainer(stage, steps=1, callbacks=[start := AtTrainStart(lambda _, model: full_weights(model))])
+    run.fit(Model(seed=2), loader(), ckpt_path=path)
+    assert run.global_step == 1
+    return start.result
+
+
+@pytest.mark.parametrize(("stage", "world"), [(3, 3), (2, 2)])
+def test_weights_of_other_strategies_and_bare_files_start_a_run(tmp_path, stage, world):
+    expected = {name: value.detach() for name, value in Model(seed=4).named_parameters(remove_duplicate=False)}
+    run_ranks(save_with_lightnings_own, 2, str(tmp_path / "fsdp"))
+    torch.save(Model(seed=4).state_dict(), tmp_path / "bare.pt")
+    for name in ("fsdp", "bare.pt"):
+        for found in run_ranks(take_weights, world, str(tmp_path / name), stage):
+            assert same(found, expected) == [], name
+
+
+# Bad folders --------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("pwned"),)
+
+
+def test_nothing_in_a_folder_runs_code_or_leads_outside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_ranks(save_both, 1, str(tmp_path), 1)
+    folder = tmp_path / "sharded.ckpt"
+    table = (folder / ".metadata").read_bytes()
+
+    def refused(words):
+        with pytest.raises(CheckpointError, match=words):
+            _plain(read(folder))
+        assert not (tmp_path / "pwned").exists()
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    refused("safely")
+    outside = pickle.loads(table)
+    (tmp_path / "other.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    for info in outside.storage_data.values():
+        info.relative_path = "../other.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(outside))
+    refused("outside")
+    (folder / ".metadata").write_bytes(table[: len(table) // 2])
+    refused("truncated")
+    (folder / ".metadata").write_bytes(table)
+    chunks = (folder / "__0_0.distcp").read_bytes()
+    (folder / "__0_0.distcp").write_bytes(chunks[:-100])
+    refused("not complete: __0_0.distcp")
+    (folder / "__0_0.distcp").unlink()
+    refused("__0_0.distcp is missing")
+    (folder / "__0_0.distcp").write_bytes(b"\0" * len(chunks))
+    refused("damaged")
+    (folder / "__0_0.distcp").write_bytes(chunks)
+    meta = (folder / "meta.pt").read_bytes()
+    torch.save({"state_dict": {}, "ds_lightning": {"tensors": [(("state_dict", "x"), "model.x")]}}, folder / "meta.pt")
+    refused("lacks model.x")
+    torch.save(Evil(), folder / "meta.pt")
+    refused("not plain data")
+    (folder / "meta.pt").write_bytes(meta)
+    _plain(read(folder))
+
+
+def load_misfit(path):
+    class Other(Model):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 4)
+
+    model = Other()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"head\.weight: \(13, 6\) in the checkpoint, \(4, 6\) in the model"):
+        trainer(3).fit(model, loader(), ckpt_path=path)
+    assert same(dict(model.state_dict()), before) == []
+
+    class Partial(Model):
+        def __init__(self):
+            super().__init__(seed=2)
+            self.strict_loading = False
+            self.extra = nn.Linear(2, 2)
+            del self.unused
+
+    said = io.StringIO()
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.addHandler(logging.StreamHandler(said))
+    start = AtTrainStart(lambda _, model: (full_weights(model)["gain"], moments(model)))
+    run = trainer(3, steps=4, callbacks=[start])
+    run.fit(Partial(), loader(), ckpt_path=path)
+    assert run.global_step == 4
+    return said.getvalue(), *start.result
+
+
+def moments(model):
+    return {
+        name: dsl.full_optimizer_state(parameter, "exp_avg")
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def test_a_folder_of_another_model_changes_nothing_and_a_partial_load_says_what_differs(tmp_path):
+    run_ranks(save_both, 2, str(tmp_path), 3)
+    saved = torch.load(tmp_path / "full.ckpt", weights_only=True)
+    names = saved["ds_lightning"]["optimizer_parameter_names"][0]
+    states = saved["optimizer_states"][0]["state"]
+    (said, gain, averages), _ = run_ranks(load_misfit, 2, str(tmp_path / "sharded.ckpt"))
+    assert torch.equal(gain, saved["state_dict"]["gain"])
+    assert "lacks 2 of the names of Partial: extra." in said
+    assert "also holds 2 of the names of Partial: unused." in said
+    assert "AdamW begins without a state for extra.weight, extra.bias" in said
+    for name, value in averages.items():
+        known = names.index(name) if name in names else None
+        assert value is None if known not in states else torch.equal(value, states[known]["exp_avg"]), name
