@@ -164,7 +164,7 @@ class CheckpointSaver:
         `ModelCheckpoint(save_last="link")` links to what it has just asked to be saved.
         """
         target = self._writer.target
-        if target is None or target.exists():
+        if target is None or target.exists() or not target.parent.is_dir():
             return
         for link in _links_to(target):
             destination = os.readlink(link)

@@ -125,10 +125,12 @@ class StoredFolder:
         out = torch.empty(stop - start, dtype=entry.properties.dtype)
         found = 0
         for chunk in entry.chunks:
-            shared = [(box, part) for box in wanted if (part := overlap(box, chunk.offsets, chunk.sizes))]
+            shared = [(b, part) for b in wanted if (part := overlap(b, chunk.offsets, chunk.sizes)) is not None]
             if not shared:
                 continue
             values = self._chunk(name, chunk)
+            if values.numel() == stop - start and shared == [(wanted[0], (chunk.offsets, chunk.sizes))]:
+                return values.reshape(-1)  # just what was asked for: the usual case at the same world size
             for box, (offsets, sizes) in shared:
                 target = out[box.start - start : box.start - start + box.numel].view(box.sizes)
                 into = _narrowed(target, box.offsets, offsets, sizes)
