@@ -362,7 +362,7 @@ class ZeroStrategy(DDPStrategy):
             self.model_to_device()
             equalize(module, self._topology)
             return
-        read = self._construction.read if self._construction is not None else None
+        read = self._construction.take if self._construction is not None else None
         plugin = self.precision_plugin
         options = EngineOptions.from_config(
             self._resolved, plugin.dtypes if isinstance(plugin, ZeroPrecision) else None

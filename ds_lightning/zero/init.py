@@ -108,6 +108,12 @@ class ShardedConstruction:
         parameter.__class__ = nn.Parameter
         return full[: shape.numel()].view(shape)
 
+    def take(self, parameter: nn.Parameter) -> torch.Tensor:
+        """As `read`, for the engine, which keeps the value: this rank's part is given up. Collective."""
+        value = self.read(parameter)
+        self._parts.pop(id(parameter), None)
+        return value
+
     def finish(self) -> None:
         """The engine has taken all parameters over."""
         self._parts.clear()
