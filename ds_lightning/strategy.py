@@ -25,6 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ds_lightning.checkpoint import keys, lightning_io, state
+from ds_lightning.checkpoint.resume import Resumption
 from ds_lightning.children import end_children
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
@@ -109,6 +110,7 @@ class ZeroStrategy(DDPStrategy):
         self._topology: Topology | None = None
         self._resolved: ResolvedConfig | None = None
         self._construction: ShardedConstruction | None = None
+        self._resumption = Resumption()
         self._used = False
         self._failed = False
         super().__init__(
@@ -405,6 +407,20 @@ class ZeroStrategy(DDPStrategy):
             name = str(self.precision_plugin.precision)
             facts = collect_facts(trainer, self.lightning_module, self._stage, name, self.optimizers)
             self._resolved = resolve(self._parsed, facts)
+        self._resumption.start_training(*self._run())
+
+    def _run(self) -> tuple[pl.Trainer, Topology]:
+        assert self.lightning_module is not None
+        assert self._topology is not None
+        return self.lightning_module.trainer, self._topology
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """In a run that resumes within an epoch: the train dataloader without the samples that have been used."""
+        return self._resumption.process_dataloader(*self._run(), dataloader)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A training batch begins."""
+        self._resumption.begin_batch(*self._run(), batch_idx)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -473,7 +489,9 @@ class ZeroStrategy(DDPStrategy):
         """One step: see `ZeroPrecision.optimizer_step`."""
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
-        return self.precision_plugin.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+        result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+        self._resumption.between_steps(*self._run())
+        return result
 
     # Ranks meet ------------------------------------------------------------------------------------------------------
 
@@ -522,6 +540,7 @@ class ZeroStrategy(DDPStrategy):
     def on_validation_end(self) -> None:
         """An evaluation loop is over."""
         self._end_evaluation()
+        self._resumption.end_validation(*self._run())
 
     def on_test_start(self) -> None:
         """An evaluation loop begins."""
@@ -584,8 +603,10 @@ class ZeroStrategy(DDPStrategy):
         if not str(filepath or ""):
             raise CheckpointError("No path for the checkpoint was given.")
         problem: str | None = None
+        whole = "optimizer_states" in checkpoint and self._topology is not None
+        resumption = self._resumption.state(*self._run()) if whole else {}
         if self.is_global_zero:
-            checkpoint["ds_lightning"] = self._metadata()
+            checkpoint["ds_lightning"] = {**self._metadata(), **resumption}
             try:
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             except (CheckpointError, OSError, RuntimeError) as error:
@@ -638,6 +659,8 @@ class ZeroStrategy(DDPStrategy):
         for found in problems:
             if found is not None:
                 raise CheckpointError(found)
+        if self._topology is not None:
+            self._resumption.load(*self._run(), loaded)
         return loaded
 
     def _read_checkpoint(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
