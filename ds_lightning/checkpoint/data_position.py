@@ -102,7 +102,7 @@ class LoaderOrder:
         obstacle = (f"the order of the sampler {name} is not known", USE_LIGHTNINGS_SAMPLER)
         return cls(f"sampler:{name}", None, batch_size, drop_last, obstacle)
 
-    def describe(self, epoch: int) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What a reader must know to find the same order again; plain data."""
         found: dict[str, Any] = {"kind": self.kind, "batch_size": self.batch_size, "drop_last": self.drop_last}
         sampler = self.sampler
@@ -180,7 +180,7 @@ class DataPosition:
         orders = [LoaderOrder.of(loader) for loader in loaders.flattened]
         found = []
         for index, order in enumerate(orders):
-            entry = order.describe(epoch)
+            entry = order.describe()
             entry["consumed"] = self._consumed(index, order, epoch, batches, loaders._mode)
             if order.kind == "wrapped" and not finished and entry["consumed"]:
                 entry["fingerprint"] = self._fingerprint_of(order, epoch)
@@ -188,6 +188,7 @@ class DataPosition:
         return {
             "epoch": epoch,
             "finished": finished,
+            "waiting": progress.batches - batches,
             "mode": loaders._mode,
             "world_size": trainer.world_size,
             "loaders": found,
@@ -274,6 +275,7 @@ class DataPosition:
             self._entry = {
                 "epoch": progress.epoch - cut_short,
                 "finished": finished,
+                "waiting": 0,
                 "mode": "max_size_cycle",
                 "world_size": trainer.world_size,
                 "loaders": [],
@@ -289,7 +291,8 @@ class DataPosition:
         batches = progress.batches
         if trainer.lightning_module.automatic_optimization:
             batches -= batches % trainer.accumulate_grad_batches
-        self._entry["loaders"].append({**order.describe(0), "consumed": order.samples_after(batches)})
+        self._entry["waiting"] = max(self._entry["waiting"], progress.batches - batches)
+        self._entry["loaders"].append({**order.describe(), "consumed": order.samples_after(batches)})
         return self._entry
 
     def _plan(self, entry: dict[str, Any], progress: LoopProgress, length: float) -> None:
@@ -364,7 +367,7 @@ class DataPosition:
             progress.move_to(0)
             self._next_epoch(int(self._entry["epoch"]) + 1, progress, limit)
             return self._at_shift(loader)
-        progress.move_to(batch)
+        progress.move_to(batch, back=bool(self._entry["waiting"]))
         self._tell(trainer, order, saved, batch, int(limit))
         return made
 

@@ -60,10 +60,19 @@ class LoopProgress:
         """Whether the present epoch has no more batches."""
         return bool(self._progress.is_last_batch) or self.batches >= self._fit.max_batches
 
-    def move_to(self, batches: int) -> None:
-        """Go on with this batch of the epoch."""
+    def move_to(self, batches: int, *, back: bool = False) -> None:
+        """Go on with this batch of the epoch.
+
+        Args:
+            batches: how many are done.
+            back: the batch at which the run was saved comes again, so that what Lightning makes up for after a batch
+                (a step of the loggers, a validation that was due) must be left out.
+        """
         self._add(batches - self.batches)
         self._progress.is_last_batch = False
+        if back:
+            for counter in (self._progress.total, self._progress.current):
+                counter.ready = counter.started = counter.completed = counter.processed
 
     def begin_next_epoch(self, length: float) -> int:
         """Go on with the first batch of the next epoch. Returns the number that samplers will be given then.

@@ -154,9 +154,13 @@ def resume(path, first, second, worlds=(2, 2), at=2, hook="on_train_batch_end", 
 # Other ranks, other batches -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in-order"])
-@pytest.mark.parametrize("after", [1, 2, 3])
-@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("before", "after", "shuffle"),
+    [
+        *((before, after, True) for before in (1, 2, 3) for after in (1, 2, 3)),
+        *((before, after, False) for before, after in ((1, 3), (2, 2), (3, 2))),
+    ],
+)
 def test_every_sample_of_the_epoch_is_seen_once_whatever_the_number_of_ranks(tmp_path, before, after, shuffle):
     make = loader(shuffle=shuffle)
     one, two = resume(tmp_path / "a.ckpt", {}, {"max_epochs": 2}, (before, after), at=2, makes=(make, make))
@@ -205,6 +209,15 @@ def test_resumed_twice_in_three_settings(tmp_path):
     last = run_ranks(fit, 1, loader(4, 50), str(three))
     assert [samples(found).total() for found in (first, second, third, last)] == [9, 12, 10, 19]
     check_each_once(samples(first) + samples(second) + samples(third) + samples(last), 50)
+
+
+def test_samples_whose_gradients_were_waiting_for_a_step_come_again(tmp_path):
+    options = {"accumulate_grad_batches": 2}
+    one, two = resume(tmp_path / "a.ckpt", options, options, (2, 1), at=3)
+    for result in one:
+        assert [number for _, number, _ in result["seen"]] == [0, 1, 2]
+        result["seen"].pop()  # no step has used it
+    check_each_once(samples(one) + samples(two))
 
 
 def test_another_seed_counts_from_the_next_epoch_on(tmp_path, monkeypatch):
@@ -291,6 +304,7 @@ CASES = {
         "hook": "on_validation_end",
         "at": 2,
     },
+    "window-after-validation": {"val": True, "val_check_interval": 2, "accumulate_grad_batches": 2, "at": 3},
     "second-epoch": {"at": 9},
     "first-batch": {"at": 1, "accumulate_grad_batches": 2},
     "limited": {"limit_train_batches": 5, "at": 7},
@@ -298,8 +312,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "stage"), [*((case, 2) for case in CASES), ("plain", 0), ("plain", 1), ("plain", 3), ("window", 3)]
+)
 def test_weights_are_those_of_the_unbroken_run(tmp_path, case, stage):
     """With dropout, and with augmentations that draw from Python's, NumPy's and torch's generators."""
     options = {"max_epochs": 3, "kind": stage, **CASES[case]}
