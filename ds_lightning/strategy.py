@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from ds_lightning.checkpoint import keys, lightning_io, state
 from ds_lightning.checkpoint.loading import load as load_any
+from ds_lightning.checkpoint.resume import Resumption
 from ds_lightning.checkpoint.saver import CheckpointSaver, clean, complete
 from ds_lightning.children import end_children
 from ds_lightning.comm.agreement import Agreement
@@ -117,6 +118,7 @@ class ZeroStrategy(DDPStrategy):
         self._resolved: ResolvedConfig | None = None
         self._construction: ShardedConstruction | None = None
         self._load_later: Callable[[], None] | None = None
+        self._resumption = Resumption()
         self._used = False
         self._failed = False
         super().__init__(
@@ -418,6 +420,20 @@ class ZeroStrategy(DDPStrategy):
             name = str(self.precision_plugin.precision)
             facts = collect_facts(trainer, self.lightning_module, self._stage, name, self.optimizers)
             self._resolved = resolve(self._parsed, facts)
+        self._resumption.start_training(*self._run())
+
+    def _run(self) -> tuple[pl.Trainer, Topology]:
+        assert self.lightning_module is not None
+        assert self._topology is not None
+        return self.lightning_module.trainer, self._topology
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """In a run that resumes within an epoch: the train dataloader without the samples that have been used."""
+        return self._resumption.process_dataloader(*self._run(), dataloader)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A training batch begins."""
+        self._resumption.begin_batch(*self._run(), batch_idx)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -486,7 +502,9 @@ class ZeroStrategy(DDPStrategy):
         """One step: see `ZeroPrecision.optimizer_step`."""
         module = model or self.lightning_module
         assert isinstance(module, pl.LightningModule)
-        return self.precision_plugin.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+        result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=closure, **kwargs)
+        self._resumption.between_steps(*self._run())
+        return result
 
     # Ranks meet ------------------------------------------------------------------------------------------------------
 
@@ -537,6 +555,7 @@ class ZeroStrategy(DDPStrategy):
     def on_validation_end(self) -> None:
         """An evaluation loop is over."""
         self._end_evaluation()
+        self._resumption.end_validation(*self._run())
 
     def on_test_start(self) -> None:
         """An evaluation loop begins."""
@@ -594,7 +613,9 @@ class ZeroStrategy(DDPStrategy):
         """
         if not str(filepath or ""):
             raise CheckpointError("No path for the checkpoint was given.")
-        checkpoint["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), **self._metadata()}
+        whole = "optimizer_states" in checkpoint and self._topology is not None
+        place = self._resumption.state(*self._run()) if whole else {}
+        checkpoint["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), **self._metadata(), **place}
         topology = self._topology or Topology.single(self.root_device)
         own = type(self.checkpoint_io) is lightning_io.ZeroCheckpointIO and not lightning_io.is_remote(filepath)
         if self._saver.sharded and not own:
@@ -666,6 +687,8 @@ class ZeroStrategy(DDPStrategy):
         for found in problems:
             if found is not None:
                 raise CheckpointError(found)
+        if self._topology is not None:
+            self._resumption.load(*self._run(), loaded)
         return loaded
 
     def _read_checkpoint(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:

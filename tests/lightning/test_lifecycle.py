@@ -306,7 +306,7 @@ def build_late(kind, path):
     first.validate(BuiltLate(weights), data, verbose=False)
     start = {"initial": float(first.callback_metrics["val_loss"])}
     model = BuiltLate(weights)
-    run = trainer(kind, steps=3)
+    run = trainer(kind, steps=4)  # a whole epoch: within one, DDP would begin its data anew
     run.fit(model, data)
     run.save_checkpoint(path)
     run = trainer(kind, steps=5)

@@ -46,7 +46,16 @@ LAYERS: list[tuple[str, ...]] = [
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 # Below the strategy only these speak to Lightning; the engine also runs in a bare torch loop.
-KNOWS_LIGHTNING = ("precision.plugin", "checkpoint.lightning_io", "callbacks", "trainer_facts", "refusals")
+KNOWS_LIGHTNING = (
+    "precision.plugin",
+    "checkpoint.data_position",
+    "checkpoint.lightning_io",
+    "checkpoint.loop_progress",
+    "checkpoint.resume",
+    "callbacks",
+    "trainer_facts",
+    "refusals",
+)
 
 # Modules that cost time and that few runs need: imported where they are used.
 NOT_AT_IMPORT = (
