@@ -760,7 +760,9 @@ class ZeroStrategy(DDPStrategy):
         names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or [None] * len(saved)
         for optimizer, entry, order in zip(self.optimizers, saved, names, strict=False):
             sharded = self.engine.sharded(optimizer)
-            fresh = state.load_optimizer_state(self.engine, sharded, entry, order, not self._strict)
+            # DeepSpeed leaves frozen parameters out of its groups.
+            part = not self._strict or "imported_from" in checkpoint.get("ds_lightning", {})
+            fresh = state.load_optimizer_state(self.engine, sharded, entry, order, part)
             if fresh:
                 _tell(f"{type(optimizer).__name__} begins without a state for {', '.join(fresh)}")
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from ds_lightning.checkpoint.deepspeed.files import is_deepspeed_checkpoint
 from ds_lightning.checkpoint.placement import pointed_to
 from ds_lightning.errors import CheckpointError
+from ds_lightning.zero.logical import logical
 
 META = "meta.pt"
 METADATA = ".metadata"
@@ -25,7 +27,7 @@ def load(path: Path, read_file: ReadFile, log: Callable[[str], None]) -> dict[st
     """Read a checkpoint of any known kind.
 
     Args:
-        path: a file, a sharded folder of ours or of Lightning's, or a folder with `latest`.
+        path: a file, a sharded folder of ours or of Lightning's, one of DeepSpeed's, or a folder with `latest`.
         read_file: reads a file in `torch.save`'s format.
         log: tells the user something.
 
@@ -76,6 +78,8 @@ def _is_sharded(folder: Path) -> bool:
 
 def _from_folder(folder: Path, read_file: ReadFile, log: Callable[[str], None]) -> dict[str, Any]:
     if not _is_sharded(folder):
+        if is_deepspeed_checkpoint(folder):
+            return _of_deepspeed(folder, log)
         raise CheckpointError(_no_checkpoint(folder))
     from ds_lightning.checkpoint import sharded, stored  # torch.distributed.checkpoint is slow to import
 
@@ -96,6 +100,20 @@ def _of_others(folder: Path, stored: Any, rest: dict[str, Any], log: Callable[[s
         raise CheckpointError(f"{folder} holds no tensors.")
     kept = {key: value for key, value in rest.items() if key in _KEPT or key.startswith(("hparams_", "datamodule_"))}
     return {**kept, **_weights_alone(weights, folder, log)}
+
+
+def _of_deepspeed(folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
+    from ds_lightning.checkpoint.deepspeed.convert import DeepSpeedCheckpoint, to_lightning
+
+    checkpoint = DeepSpeedCheckpoint(folder)
+    found = to_lightning(checkpoint, logical)
+    log(f"{folder} was written by DeepSpeed {checkpoint.version} at stage {checkpoint.stage}")
+    # Lightning would load whatever is there into the run's schedulers; only torch's own know what to do with it.
+    schedulers = found["lr_schedulers"]
+    found["lr_schedulers"] = [state for state in schedulers if "last_epoch" in state]
+    if len(found["lr_schedulers"]) < len(schedulers):
+        log("the state of DeepSpeed's scheduler is not taken over: schedulers of this run begin anew")
+    return found
 
 
 def _weights_alone(weights: dict[str, Any], source: Path, log: Callable[[str], None]) -> dict[str, Any]:
@@ -121,8 +139,6 @@ def _check_is_no_part(source: Path) -> None:
 
 def _no_checkpoint(folder: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir())
-    if any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in names):
-        return f"{folder} is a DeepSpeed checkpoint: convert it with its zero_to_fp32.py first."
     files = [name for name in names if name.endswith(".ckpt")]
     hint = f"Did you mean {folder / files[0]}?" if files else "Give the path of a .ckpt file or folder."
     return f"{folder} is a directory without a checkpoint in it. {hint}"

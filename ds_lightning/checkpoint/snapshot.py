@@ -19,7 +19,7 @@ from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import CheckpointError
 from ds_lightning.topology import Topology
-from ds_lightning.zero.logical import LogicalTensor
+from ds_lightning.zero.logical import logical
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,7 @@ class Snapshot:
 
     def tensor(self, vector: int, start: int, shape: torch.Size) -> torch.Tensor:
         """The logical tensor that lies at `start` of a vector; one without elements is an ordinary one."""
-        if not shape.numel():
-            return torch.empty(shape, dtype=self.vectors[vector].dtype)
-        return LogicalTensor(ShardSource(self, vector, start, shape))
+        return logical(ShardSource(self, vector, start, shape))
 
     def fetch(self, vector: int) -> torch.Tensor:
         """A whole vector, for this rank and all others. Collective with `fetch` and `serve` of the others."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ds_lightning.checkpoint.sharded import METADATA
 from ds_lightning.errors import CheckpointError
 from ds_lightning.layout.boxes import boxes, overlap
-from ds_lightning.zero.logical import LogicalTensor
+from ds_lightning.zero.logical import logical
 
 _TABLE_CLASSES = {
     ("collections", "OrderedDict"): OrderedDict,
@@ -95,9 +95,7 @@ class StoredFolder:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, as logical tensors."""
         return {
-            name: LogicalTensor(_StoredSource(self, name, entry.size, entry.properties.dtype))
-            if entry.size.numel()
-            else torch.empty(entry.size, dtype=entry.properties.dtype)
+            name: logical(_StoredSource(self, name, entry.size, entry.properties.dtype))
             for name, entry in self.table.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -173,10 +171,6 @@ class _StoredSource:
     def flat(self, start: int, stop: int) -> torch.Tensor:
         """Row-major elements `[start, stop)`."""
         return self.stored.flat(self.name, start, stop)
-
-    def pieces(self) -> list[tuple[int, torch.Tensor]]:
-        """Everything: it is on no rank in particular."""
-        return [(0, self.flat(0, self.shape.numel()))]
 
 
 def _narrowed(

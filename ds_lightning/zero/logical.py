@@ -31,6 +31,10 @@ class Source(Protocol):
     def flat(self, start: int, stop: int) -> torch.Tensor:
         """Row-major elements `[start, stop)`, 1-D, on CPU."""
 
+
+class SharedSource(Source, Protocol):
+    """A source that is spread over ranks."""
+
     def pieces(self) -> Sequence[tuple[int, torch.Tensor]]:
         """What this rank has to write: `(first row-major element, 1-D values)`, disjoint over all ranks."""
 
@@ -104,7 +108,10 @@ class LogicalTensor(torch.Tensor):
     # What torch.distributed.checkpoint asks: ordinary chunks of an N-dimensional tensor.
 
     def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        pieces = [(0, self._value.reshape(-1))] if self._value is not None else self._source.pieces()
+        if self._value is None and hasattr(self._source, "pieces"):
+            pieces = self._source.pieces()
+        else:
+            pieces = [(0, self.flat(0, self.numel()))]
         for start, values in pieces:
             for box in boxes(self.shape, start, start + values.numel()):
                 yield box, values[box.start - start : box.start - start + box.numel].view(box.sizes)
@@ -153,6 +160,11 @@ def _values(item: Any) -> Any:
     if isinstance(item, dict):
         return {key: _values(part) for key, part in item.items()}
     return item
+
+
+def logical(source: Source) -> torch.Tensor:
+    """A stand-in for what `source` holds; an ordinary tensor where that has no elements."""
+    return LogicalTensor(source) if source.shape.numel() else torch.empty(source.shape, dtype=source.dtype)
 
 
 def is_stored(values: Mapping[str, Any]) -> bool:

@@ -410,7 +410,7 @@ def make_wrong_paths(folder: Path) -> dict[str, tuple[str, ...]]:
         "empty.ckpt": ("empty.ckpt", "0 bytes"),
         "absent.ckpt": ("absent.ckpt", "does not exist"),
         "plain": ("directory", "last.ckpt"),
-        "speed": ("DeepSpeed", "zero_to_fp32"),
+        "speed": ("speed has no mp_rank_00_model_states.pt",),
         "speed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": ("DeepSpeed",),
         "sharded": ("sharded/.metadata", "truncated"),
         "sharded/__0_0.distcp": ("part of a sharded", "sharded."),

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_lightning.checkpoint import deepspeed_pickle
-from ds_lightning.checkpoint.deepspeed_files import find_files
-from ds_lightning.checkpoint.deepspeed_import import DeepSpeedCheckpoint, is_deepspeed_checkpoint, to_lightning, whole
-from ds_lightning.checkpoint.universal import write_universal
+from ds_lightning.checkpoint.deepspeed import pickles
+from ds_lightning.checkpoint.deepspeed.convert import DeepSpeedCheckpoint, is_deepspeed_checkpoint, to_lightning, whole
+from ds_lightning.checkpoint.deepspeed.files import find_files
+from ds_lightning.checkpoint.deepspeed.universal import write_universal
 from ds_lightning.errors import CheckpointError
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed"
@@ -134,7 +134,7 @@ def test_any_range_can_be_read_alone(name):
 
 def test_opening_maps_files_and_copies_no_values(tmp_path):
     torch.save({"values": torch.arange(6.0)}, tmp_path / "file.pt")
-    values = deepspeed_pickle.read(tmp_path / "file.pt")["values"]
+    values = pickles.read(tmp_path / "file.pt")["values"]
     with zipfile.ZipFile(tmp_path / "file.pt") as archive, (tmp_path / "file.pt").open("r+b") as file:
         entry = next(entry for entry in archive.infolist() if entry.filename.endswith("data/0"))
         data = (tmp_path / "file.pt").read_bytes()
@@ -142,7 +142,7 @@ def test_opening_maps_files_and_copies_no_values(tmp_path):
         file.write(torch.full((6,), 5.0).numpy().tobytes())
     assert torch.equal(values, torch.full((6,), 5.0))
     values.zero_()  # in private memory
-    assert torch.equal(deepspeed_pickle.read(tmp_path / "file.pt")["values"], torch.full((6,), 5.0))
+    assert torch.equal(pickles.read(tmp_path / "file.pt")["values"], torch.full((6,), 5.0))
 
 
 # In the form of Lightning's files -----------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_a_plain_checkpoint_of_lightning_is_written_with_zeros_for_what_never_ha
 def renamed(folder, prefix, client):
     """A checkpoint of stage 2 whose names have a prefix, as wrappers of Lightning give them."""
     path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-    model = deepspeed_pickle.read(path)
+    model = pickles.read(path)
 
     def prefixed(value):
         if isinstance(value, dict):
@@ -325,7 +325,7 @@ def test_prefixes_of_wrappers_are_taken_off(prefix, version, stripped, tmp_path)
 def test_tied_and_frozen_ones_are_found_where_the_lists_are_missing(drop, tmp_path):
     folder = copy_of("stage2_bf16", tmp_path)
     path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-    model = {**deepspeed_pickle.read(path), drop: None}
+    model = {**pickles.read(path), drop: None}
     path.unlink()
     torch.save(model, path)
     for key, values in reference_of("stage2_bf16")["weights"].items():
@@ -444,7 +444,7 @@ def test_files_of_other_checkpoints_or_other_parallelism_are_refused(extra, mess
 
 def test_shards_of_another_model_are_refused(tmp_path):
     folder = find_files(copy_of("stage3_fp32", tmp_path)).folder
-    other = {"optimizer_state_dict": {**deepspeed_pickle.read(folder / OPTIMIZER.format(1))["optimizer_state_dict"]}}
+    other = {"optimizer_state_dict": {**pickles.read(folder / OPTIMIZER.format(1))["optimizer_state_dict"]}}
     other["optimizer_state_dict"]["fp32_flat_groups"] = [torch.zeros(3), torch.zeros(3)]
     other["optimizer_state_dict"] = {
         key: value for key, value in other["optimizer_state_dict"].items() if key not in ("zero_stage", "loss_scaler")
@@ -459,7 +459,7 @@ def test_empty_stand_ins_are_never_taken_for_weights(tmp_path):
     folder = find_files(copy_of("stage3_fp32", tmp_path)).folder
     for rank in range(2):
         path = folder / MODEL.format(rank)
-        model = {**deepspeed_pickle.read(path), "frozen_param_shapes": None, "frozen_param_fragments": None}
+        model = {**pickles.read(path), "frozen_param_shapes": None, "frozen_param_fragments": None}
         path.unlink()
         torch.save(model, path)
     with pytest.raises(CheckpointError, match=r"only an empty stand-in for frozen.weight"):
@@ -509,7 +509,7 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(function, legacy, tmp_path
         kept = file.read_bytes()
         file.unlink()
         if legacy:
-            header = [deepspeed_pickle._MAGIC, 1001, {}]
+            header = [pickles._MAGIC, 1001, {}]
             file.write_bytes(b"".join(pickle.dumps(part, protocol=2) for part in header) + data)
         else:
             archive(file, data)
@@ -538,7 +538,7 @@ def test_functions_that_a_file_may_call_cannot_be_changed_by_it(tmp_path):
         state = pickle.dumps((None, {"__call__": 1, "_function": 2}), protocol=2)[2:-1]
         archive(tmp_path / "file.pt", b"\x80\x02c" + name.replace(" ", "\n").encode() + b"\n" + state + b"b.")
         with pytest.raises(CheckpointError):
-            deepspeed_pickle.read(tmp_path / "file.pt")
+            pickles.read(tmp_path / "file.pt")
     assert "_function" not in OrderedDict.__dict__
 
 
@@ -552,7 +552,7 @@ def test_a_tensor_cannot_reach_beyond_its_file(tmp_path):
                 assert not entry.endswith("data.pkl") or find in data
                 file.writestr(entry, data.replace(find, put) if entry.endswith("data.pkl") else data)
         with pytest.raises(CheckpointError, match=r"other\.pt"):
-            deepspeed_pickle.read(tmp_path / "other.pt")
+            pickles.read(tmp_path / "other.pt")
 
 
 class Shape(OrderedDict):
@@ -573,7 +573,7 @@ def test_plain_data_comes_back_and_objects_are_records(zipped, tmp_path):
         "path": Path("a/b"),
     }
     torch.save(value, tmp_path / "file.pt", _use_new_zipfile_serialization=zipped)
-    found = deepspeed_pickle.read(tmp_path / "file.pt")
+    found = pickles.read(tmp_path / "file.pt")
     for mine, theirs in zip(found["tensors"], value["tensors"], strict=True):
         assert torch.equal(mine, theirs.detach())
     assert found["tensors"][0].untyped_storage().data_ptr() == found["tensors"][1].untyped_storage().data_ptr()
@@ -590,7 +590,7 @@ def test_numpy_scalars_are_numbers(tmp_path):
     numpy = pytest.importorskip("numpy")
     kinds = (numpy.float64, numpy.float32, numpy.int64, numpy.bool_, numpy.uint8)
     torch.save([kind(1) for kind in kinds], tmp_path / "file.pt")
-    assert deepspeed_pickle.read(tmp_path / "file.pt") == [1.0, 1.0, 1, True, 1]
+    assert pickles.read(tmp_path / "file.pt") == [1.0, 1.0, 1, True, 1]
 
 
 def test_hyper_parameters_of_hydra_and_paths_come_back_through_the_client_state(tmp_path):
@@ -598,7 +598,7 @@ def test_hyper_parameters_of_hydra_and_paths_come_back_through_the_client_state(
 
     folder = copy_of("stage2_fp32", tmp_path)
     path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-    model = dict(deepspeed_pickle.read(path))
+    model = dict(pickles.read(path))
     model["hyper_parameters"] = OmegaConf.create({"width": 5, "inner": {"list": [1, "${width}"]}})
     model["where"] = Path("a") / "b"
     path.unlink()

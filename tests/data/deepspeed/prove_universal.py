@@ -21,8 +21,8 @@ AFTER = 3
 
 
 def write(folder: Path) -> None:
-    from ds_lightning.checkpoint.deepspeed_import import DeepSpeedCheckpoint, to_lightning
-    from ds_lightning.checkpoint.universal import write_universal
+    from ds_lightning.checkpoint.deepspeed.convert import DeepSpeedCheckpoint, to_lightning
+    from ds_lightning.checkpoint.deepspeed.universal import write_universal
 
     for name in NAMES:
         found = to_lightning(DeepSpeedCheckpoint(HERE / name), tensor=lambda stored: stored)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ds_lightning.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
-from ds_lightning.checkpoint.deepspeed_files import is_deepspeed_checkpoint
-from ds_lightning.checkpoint.deepspeed_layout import StoredTensor, read_value, whole
+from ds_lightning.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint
+from ds_lightning.checkpoint.deepspeed.files import is_deepspeed_checkpoint
+from ds_lightning.checkpoint.deepspeed.layout import StoredTensor, read_value, whole
 
 __all__ = ["DeepSpeedCheckpoint", "StoredTensor", "is_deepspeed_checkpoint", "to_lightning", "whole"]
 

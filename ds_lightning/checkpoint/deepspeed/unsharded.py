@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_lightning.checkpoint.deepspeed_files import Files
-from ds_lightning.checkpoint.deepspeed_layout import (
+from ds_lightning.checkpoint.deepspeed.files import Files
+from ds_lightning.checkpoint.deepspeed.layout import (
     Contents,
     cut,
     head_to_tail,

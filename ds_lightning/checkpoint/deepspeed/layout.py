@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_lightning.checkpoint.deepspeed_pickle import read
+from ds_lightning.checkpoint.deepspeed.pickles import read
 from ds_lightning.errors import CheckpointError
 
 _OF_RANKS = frozenset({"worker_error", "server_error"})

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ds_lightning.checkpoint.deepspeed_files import Files
-from ds_lightning.checkpoint.deepspeed_layout import (
+from ds_lightning.checkpoint.deepspeed.files import Files
+from ds_lightning.checkpoint.deepspeed.layout import (
     Contents,
     InFile,
     Pieces,
@@ -26,8 +26,8 @@ from ds_lightning.checkpoint.deepspeed_layout import (
     with_step,
     without_parameters,
 )
-from ds_lightning.checkpoint.deepspeed_pickle import Record, read
-from ds_lightning.checkpoint.deepspeed_unsharded import unsharded
+from ds_lightning.checkpoint.deepspeed.pickles import Record, read
+from ds_lightning.checkpoint.deepspeed.unsharded import unsharded
 from ds_lightning.errors import CheckpointError
 
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}

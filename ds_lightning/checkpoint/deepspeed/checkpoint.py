@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ds_lightning.checkpoint.deepspeed_files import Files, find_files
-from ds_lightning.checkpoint.deepspeed_layout import (
+from ds_lightning.checkpoint.deepspeed.files import Files, find_files
+from ds_lightning.checkpoint.deepspeed.layout import (
     Contents,
     StoredTensor,
     cut,
@@ -19,8 +19,8 @@ from ds_lightning.checkpoint.deepspeed_layout import (
     stored,
     whole,
 )
-from ds_lightning.checkpoint.deepspeed_pickle import Record
-from ds_lightning.checkpoint.deepspeed_sharded import optimizer_of
+from ds_lightning.checkpoint.deepspeed.pickles import Record
+from ds_lightning.checkpoint.deepspeed.sharded import optimizer_of
 from ds_lightning.errors import CheckpointError
 
 # What the engine itself writes into model files; everything else there is the user's client state.

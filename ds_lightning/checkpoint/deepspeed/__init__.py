@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSpeed, read without deepspeed; and its universal layout, written."""
