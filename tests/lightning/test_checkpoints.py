@@ -415,7 +415,7 @@ def make_wrong_paths(folder: Path) -> dict[str, tuple[str, ...]]:
         "sharded": ("sharded/.metadata", "truncated"),
         "sharded/__0_0.distcp": ("part of a sharded", "sharded."),
         "sharded/.metadata": ("part of a sharded",),
-        "bare.pt": ("head.weight: missing", "weight: not in the model"),
+        "bare.pt": ("gain: missing in the checkpoint",),
         "list.pt": ("list.pt", "state_dict"),
     }
 
