@@ -3,8 +3,11 @@
 [Note: point to point on gloo] Gloo's own all-gather and reduce-scatter are slow, the latter moves as many bytes as an
 all-reduce, and neither fixes the order of the sum. Here both are pairwise `isend`/`irecv` of the chunks, straight from
 and into place: half an all-reduce's bytes each, and every rank sums its chunk in rank order, so results do not depend
-on timing, bucket sizes or the stage. NCCL has good native collectives on a stream of its own: issued asynchronously
-they overlap with compute, and waiting only makes the compute stream wait.
+on timing, bucket sizes or the stage. A rank sends first: to receive invites what the peer has ready, and gloo's thread
+keeps the pair locked while it reads that, so that a send behind it would block.
+
+NCCL has good native collectives on a stream of its own: issued asynchronously they overlap with compute, and waiting
+only makes the compute stream wait.
 """
 
 from __future__ import annotations
@@ -191,8 +194,9 @@ class _PointToPoint(Collectives):
         try:
             for peer in self._peers():
                 for lo, hi in pieces:
-                    works.append(dist.irecv(chunks[peer, lo:hi], group=group, group_src=peer, tag=tag))
                     works.append(dist.isend(chunks[rank, lo:hi], group=group, group_dst=peer, tag=tag))
+                for lo, hi in pieces:
+                    works.append(dist.irecv(chunks[peer, lo:hi], group=group, group_src=peer, tag=tag))
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
         sent = chunks[rank].numel() * (self.topology.world_size - 1)
@@ -227,8 +231,9 @@ class _PointToPoint(Collectives):
         try:
             for peer in self._peers():
                 for lo, hi in pieces:
-                    works.append(dist.irecv(sources[peer][lo:hi], group=group, group_src=peer, tag=tag))
                     works.append(dist.isend(chunks[peer, lo:hi], group=group, group_dst=peer, tag=tag))
+                for lo, hi in pieces:
+                    works.append(dist.irecv(sources[peer][lo:hi], group=group, group_src=peer, tag=tag))
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
         self.ledger.record("reduce_scatter", chunks.shape[1] * (size - 1) * full.element_size())
