@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import ds_lightning as dsl
 from ds_lightning.checkpoint.lightning_io import ZeroCheckpointIO
+from ds_lightning.checkpoint.loading import load
 from ds_lightning.comm import agreement
 from ds_lightning.errors import CheckpointError, TopologyError
 from tests.lightning.runs import (
@@ -256,7 +257,7 @@ def test_hyper_parameters_from_hydra_resume_without_further_ado(tmp_path):
     assert values["hyper_parameters"]["cfg"]["nested"]["names"] == ["a", "b"]
 
 
-def two_optimizers(folder, first, second):
+def two_optimizers(folder, first, second, form):
     class Two(Model):
         def __init__(self, seed=1):
             super().__init__(seed=seed)
@@ -274,17 +275,18 @@ def two_optimizers(folder, first, second):
             for optimizer in optimizers:
                 optimizer.step()
 
-    run = trainer(first, steps=4)
+    run = trainer(first, steps=4, zero={"checkpoint": form} if first != "ddp" else {})
     run.fit(Two(), loader())
     run.save_checkpoint(f"{folder}/two.ckpt")
     copy = AtTrainStart(lambda run, _: run.save_checkpoint(f"{folder}/copy.ckpt"))
     trainer(second, steps=6, callbacks=[copy]).fit(Two(seed=2), loader(), ckpt_path=f"{folder}/two.ckpt")
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 1), ("ddp", 3), (2, "ddp")])
-def test_several_optimizers_keep_their_own_states(tmp_path, first, second):
-    run_ranks(two_optimizers, 2, str(tmp_path), first, second)
-    one, two = read(tmp_path / "two.ckpt"), read(tmp_path / "copy.ckpt")
+@pytest.mark.parametrize(("first", "second", "form"), [(3, 1, "sharded"), ("ddp", 3, "full"), (2, "ddp", "full")])
+def test_several_optimizers_keep_their_own_states(tmp_path, first, second, form):
+    run_ranks(two_optimizers, 2, str(tmp_path), first, second, form)
+    one = load(tmp_path / "two.ckpt", ZeroCheckpointIO().load_checkpoint, print)
+    two = read(tmp_path / "copy.ckpt")
     assert len(one["optimizer_states"]) == 2
     assert same(one["optimizer_states"], two["optimizer_states"]) == []
     assert same(one["state_dict"], two["state_dict"]) == []

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ds_lightning as dsl
+from ds_lightning.checkpoint import stored
 from ds_lightning.checkpoint.lightning_io import ZeroCheckpointIO
 from ds_lightning.checkpoint.loading import load
 from ds_lightning.errors import CheckpointError
@@ -89,6 +90,92 @@ def test_every_kind_of_optimizer_state_is_in_a_folder(tmp_path, optimizer):
     assert same(found, full["optimizer_states"]) == []
     run_ranks(copy_runs, 3, str(tmp_path / "sharded.ckpt"), str(tmp_path), [(1, "32-true")], optimizer)
     assert compare(tmp_path / "full.ckpt", tmp_path / "3-1-32-true.ckpt") == []
+
+
+def unbroken_and_resumed(folder, stage, precision):
+    def train(epochs, source=None, seed=1):
+        model = Model(seed=seed)
+        options = {"max_epochs": epochs, "limit_train_batches": 3, "accumulate_grad_batches": 2, "zero": SHARDED}
+        run = trainer(stage, precision, steps=-1, gradient_clip_val=0.5, **options)
+        run.fit(model, loader(1), ckpt_path=source)
+        return run, model
+
+    path = f"{folder}/{stage}-{precision}.ckpt"
+    _, model = train(4)
+    expected, losses = full_weights(model), model.losses
+    half, _ = train(2)
+    half.save_checkpoint(path)
+    run, model = train(4, path, seed=2)
+    assert model.losses == losses[6:], "the losses differ"
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == run.global_step == 8
+    return same(expected, full_weights(model))
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(3, "32-true"), (1, "16-mixed"), (2, "bf16-true")])
+def test_a_run_resumed_from_a_folder_ends_as_the_unbroken_one_bit_for_bit(tmp_path, stage, precision):
+    assert run_ranks(unbroken_and_resumed, 2, str(tmp_path), stage, precision) == [[], []]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_folder_is_loaded_by_every_run(tmp_path, stage, world, precision):
+    run_ranks(save_both, world, str(tmp_path), stage, precision)
+    targets = [(s, p) for s in (0, 1, 2, 3) for p in ("32-true", "bf16-mixed", "16-mixed")]
+    for size in (1, 2, 3, 4):
+        run_ranks(copy_runs, size, str(tmp_path / "sharded.ckpt"), str(tmp_path), targets, timeout=100)
+        for kind, other in targets:
+            assert compare(tmp_path / "full.ckpt", tmp_path / f"{size}-{kind}-{other}.ckpt") == [], (size, kind, other)
+
+
+def bytes_read(folder, stage):
+    """Of chunks, by this rank, while a run resumes."""
+    counted = []
+    original = stored.StoredFolder._bytes
+
+    def count(self, index):
+        found = original(self, index)
+        counted.append(len(found))
+        return found
+
+    stored.StoredFolder._bytes = count
+    try:
+        trainer(stage, steps=4).fit(Model(seed=2), loader(), ckpt_path=f"{folder}/sharded.ckpt")
+    finally:
+        stored.StoredFolder._bytes = original
+    return sum(counted)
+
+
+def test_a_rank_reads_its_own_shards_where_the_world_size_is_unchanged(tmp_path):
+    run_ranks(save_both, 2, str(tmp_path), 3)
+    sizes = [(tmp_path / "sharded.ckpt" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    buffers = 30_000  # of the model, which rank 0 writes and every rank needs; every chunk has a header
+    for own, read_by in zip(sizes, run_ranks(bytes_read, 2, str(tmp_path), 3), strict=True):
+        assert read_by <= own + buffers < sum(sizes), (own, read_by, sizes)
+
+
+def save_and_load_without_frozen(folder, stage):
+    zero = {**SHARDED, "exclude_frozen": True}
+    run = trainer(stage, zero=zero)
+    run.fit(Model(), loader())
+    run.save_checkpoint(f"{folder}/sharded.ckpt")
+    model = Model(seed=2)
+    fresh = model.frozen.weight.detach().clone()
+    start = AtTrainStart(lambda _, model: full_weights(model))
+    run = trainer(stage, zero=zero, steps=3, callbacks=[start])
+    run.fit(model, loader(), ckpt_path=f"{folder}/sharded.ckpt")
+    assert torch.equal(start.result["frozen.weight"], fresh)
+    return start.result
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_weights_can_be_left_out_of_a_folder(tmp_path, stage):
+    found, _ = run_ranks(save_and_load_without_frozen, 2, str(tmp_path), stage)
+    saved = _plain(read(tmp_path / "sharded.ckpt"))["state_dict"]
+    plain = Model().state_dict()
+    assert set(plain) - set(saved) == {"frozen.weight", "frozen.bias"}
+    assert all(torch.equal(saved[name], found[name]) for name in found if name in saved)
 
 
 # What hooks see and do ----------------------------------------------------------------------------------------------
