@@ -24,8 +24,10 @@ _LAZY = {
     "full_optimizer_state": "ds_lightning.zero.access",
     "grad_norms": "ds_lightning.zero.access",
 }
+_LAZY_MODULES = ("callbacks",)
 
 if TYPE_CHECKING:
+    from ds_lightning import callbacks
     from ds_lightning.precision.loss_scale import LossScaleOptions
     from ds_lightning.precision.plugin import ZeroPrecision
     from ds_lightning.strategy import ZeroStrategy
@@ -35,6 +37,7 @@ __all__ = [
     "LossScaleOptions",
     "ZeroPrecision",
     "ZeroStrategy",
+    "callbacks",
     "errors",
     "full_grad",
     "full_optimizer_state",
@@ -48,11 +51,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name in _LAZY_MODULES:
+        return import_module(f"ds_lightning.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
 
 
 register()

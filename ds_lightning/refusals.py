@@ -38,5 +38,6 @@ def refuse_callbacks(trainer: pl.Trainer, stage: int) -> None:
         if any(cls.__name__ in names for cls in type(callback).__mro__):
             raise ConfigError(
                 f"The callback {type(callback).__name__} copies or prunes whole parameters, which no rank holds at "
-                "zero_optimization.stage=3. Use stage 0, 1 or 2 with it."
+                "zero_optimization.stage=3. Use stage 0, 1 or 2 with it, or, for an exponential moving average, "
+                "ds_lightning.callbacks.EMA, which averages shards."
             )

@@ -587,6 +587,21 @@ class ZeroStrategy(DDPStrategy):
             return keys.strip_compiled(module.state_dict())
         return self._saver.module_state(self.engine, module, self._exclude_frozen)
 
+    def companion_state_dict(self, what: str, vectors: Mapping[int, Tensor]) -> dict[str, Any]:
+        """The module's `state_dict` with other values in the place of parameters, for a checkpoint under way.
+
+        For callbacks, in `on_save_checkpoint`, on every rank. The values are logical tensors as those of
+        `lightning_module_state_dict`, and are saved with them.
+
+        Args:
+            what: they are, for messages.
+            vectors: by index of the engine's units, this rank's elements, `[chunk]`; other parameters keep theirs.
+        """
+        engine, module = self.engine, self.lightning_module
+        assert engine is not None, "nothing is sharded"
+        assert module is not None
+        return self._saver.companion_state(engine, module, self._exclude_frozen, what, vectors)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state in torch's own format and logical shapes, as logical tensors. Collective."""
         if isinstance(optimizer, LightningOptimizer):

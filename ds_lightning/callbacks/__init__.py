@@ -1,7 +1,8 @@
-"""Lightning callbacks that measure and show a run."""
+"""Lightning callbacks: averages of the weights, and what measures and shows a run."""
 
+from ds_lightning.callbacks.ema import EMA
 from ds_lightning.callbacks.memory import MemoryUse
 from ds_lightning.callbacks.progress import ProgressLine
 from ds_lightning.callbacks.throughput import Throughput
 
-__all__ = ["MemoryUse", "ProgressLine", "Throughput"]
+__all__ = ["EMA", "MemoryUse", "ProgressLine", "Throughput"]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_lightning.checkpoint import keys, state
@@ -38,6 +39,7 @@ class CheckpointSaver:
         self.background = background
         self._log = log
         self._snapshot: Snapshot | None = None
+        self._parameters: dict[str, torch.Tensor] = {}  # of the snapshot, by canonical name
         self._writer = BackgroundWriter()
 
     # What a checkpoint dict holds -----------------------------------------------------------------------------------
@@ -47,12 +49,21 @@ class CheckpointSaver:
         engine.follow_groups()
         self._drop_snapshot()
         self._snapshot = Snapshot(engine.topology)
-        with engine.state_dicts.collected(state.parameters(engine, self._snapshot)):
-            found = module.state_dict()
-        if exclude_frozen:
-            frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-            found = {key: value for key, value in found.items() if key not in frozen}
-        return keys.strip_compiled(found)
+        self._parameters = state.parameters(engine, self._snapshot)
+        return _state_dict(engine, module, self._parameters, exclude_frozen)
+
+    def companion_state(
+        self,
+        engine: ZeroEngine,
+        module: nn.Module,
+        exclude_frozen: bool,
+        what: str,
+        vectors: Mapping[int, torch.Tensor],
+    ) -> dict[str, Any]:
+        """As `module_state`, after it, with other values in the place of some parameters: see `state.companions`."""
+        assert self._snapshot is not None, "a checkpoint begins with the module's state"
+        others = state.companions(engine, self._snapshot, what, vectors)
+        return _state_dict(engine, module, {**self._parameters, **others}, exclude_frozen)
 
     def optimizer_state(self, engine: ZeroEngine, sharded: ShardedOptimizer) -> dict[str, Any]:
         """An optimizer's state in torch's own format, with logical tensors. Collective."""
@@ -67,6 +78,7 @@ class CheckpointSaver:
         return self._snapshot
 
     def _drop_snapshot(self) -> None:
+        self._parameters = {}
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
@@ -126,6 +138,7 @@ class CheckpointSaver:
         """The snapshot, once every rank's hooks have seen what they wanted."""
         snapshot = self._snapshot or Snapshot(topology)
         self._snapshot = None
+        self._parameters = {}
         snapshot.serve()
         return snapshot
 
@@ -183,6 +196,17 @@ class CheckpointSaver:
             self._writer.abandon()
         else:
             self.wait("the end of the run")
+
+
+def _state_dict(
+    engine: ZeroEngine, module: nn.Module, values: Mapping[str, torch.Tensor], exclude_frozen: bool
+) -> dict[str, Any]:
+    with engine.state_dicts.collected(values):
+        found = module.state_dict()
+    if exclude_frozen:
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        found = {key: value for key, value in found.items() if key not in frozen}
+    return keys.strip_compiled(found)
 
 
 def complete(target: Path, folders: Iterable[Path]) -> None:

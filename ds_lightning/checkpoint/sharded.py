@@ -155,6 +155,7 @@ class _Taken:
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         self.places: dict[Path_, tuple[int, int, torch.Size]] = {}
         self.whole: dict[Path_, torch.Tensor] = {}
+        self._weights: dict[int, Path_] = {}  # by `id` of a tensor of the model, its name
         self._names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or []
         order: list[tuple[Path_, str | None]] = []
         rest = dict(self._take(dict(checkpoint), (), order))
@@ -176,9 +177,11 @@ class _Taken:
         for key, value in enumerate(item) if indexed else item.items():
             here = (*path, key)
             if self._belongs(value, here):
-                name = self._name(here)
+                known = None if path[:1] == ("state_dict",) else self._weights.get(id(value))
+                name = known or self._name(here)
                 order.append((here, _dotted(name)))
-                self._note(name, value)
+                if known is None:
+                    self._note(name, value)
                 if indexed:
                     kept[key] = None
             else:
@@ -203,6 +206,8 @@ class _Taken:
         return path
 
     def _note(self, name: Path_, value: torch.Tensor) -> None:
+        if name[0] == "model":
+            self._weights[id(value)] = name
         if not isinstance(value, LogicalTensor):
             self.whole[name] = value.detach()
         elif value.value is not None or not isinstance(value.source, ShardSource):

@@ -20,12 +20,30 @@ def parameters(engine: ZeroEngine, snapshot: Snapshot) -> dict[str, torch.Tensor
     result: dict[str, torch.Tensor] = {}
     for index in sorted(engine.units):
         buffers = engine.units[index]
-        start, stop = buffers.owned
-        own = buffers.master[start - buffers.start : stop - buffers.start]
-        vector = snapshot.add(_vector("parameters", buffers, own.dtype, [(start, own)]))
-        for slot in buffers.unit.slots:
-            result[slot.name] = snapshot.tensor(vector, slot.start, slot.shape)
+        result.update(_elements("parameters", buffers, buffers.owned_master(), snapshot))
     return result
+
+
+def companions(
+    engine: ZeroEngine, snapshot: Snapshot, what: str, vectors: Mapping[int, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Values that accompany parameters, by canonical name, as logical tensors. Nothing is copied or sent.
+
+    Args:
+        engine: the engine.
+        snapshot: of the checkpoint that is being put together.
+        what: they are, for messages.
+        vectors: by unit index, this rank's elements, `[chunk]`; the same units on every rank.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for index in sorted(vectors):
+        result.update(_elements(what, engine.units[index], vectors[index], snapshot))
+    return result
+
+
+def _elements(what: str, buffers: UnitBuffers, own: torch.Tensor, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    vector = snapshot.add(_vector(what, buffers, own.dtype, [(buffers.owned[0], own)]))
+    return {slot.name: snapshot.tensor(vector, slot.start, slot.shape) for slot in buffers.unit.slots}
 
 
 def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer, snapshot: Snapshot) -> dict[str, Any]:

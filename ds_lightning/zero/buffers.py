@@ -75,6 +75,7 @@ class UnitBuffers:
         self.full = torch.empty(0)
         self.master = torch.empty(0)
         self.views: list[torch.Tensor] = []
+        self._aside: tuple[torch.Tensor, torch.Tensor] | None = None  # copies of `master` and `full`
 
     def fill(self, read: ReadParameter, synchronize: Callable[[torch.Tensor], None], device: torch.device) -> None:
         """Take over the parameters' values and turn the parameters into views. Collective through `synchronize`.
@@ -112,6 +113,35 @@ class UnitBuffers:
         """Copy this rank's master values into `full`, which must have its memory."""
         if not self.aliased:
             self.full[self.start : self.stop].copy_(self.master)
+
+    def owned_master(self) -> torch.Tensor:
+        """The values that training goes on from, of the elements that this rank owns: a view, `[chunk]`."""
+        master = self.master if self._aside is None else self._aside[0]
+        return master[self.owned[0] - self.start : self.owned[1] - self.start]
+
+    def set_aside(self) -> None:
+        """Keep a copy of the values, so that others can be shown; `put_back` then needs no communication."""
+        with torch.no_grad(), torch.inference_mode(False):
+            if self.sharded:
+                self._aside = self.master.clone(), self.full
+                return
+            full = self.full.clone()
+            self._aside = full[self.start : self.stop] if self.aliased else self.master.clone(), full
+
+    def put_back(self) -> None:
+        """Undo `set_aside`, bit for bit; nothing if nothing is aside.
+
+        A gathered `full` at stage 3 still shows the other values; whoever gathered it releases it or gathers it again.
+        """
+        if self._aside is None:
+            return
+        (master, full), self._aside = self._aside, None
+        with torch.no_grad():
+            if not self.sharded:
+                self.full.copy_(full)
+                torch.autograd.graph.increment_version(self.parameters)
+            if not self.aliased:
+                self.master.copy_(master)
 
     def allocate(self) -> None:
         """Give `full` its memory back, with arbitrary content."""

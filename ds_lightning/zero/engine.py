@@ -21,6 +21,7 @@ from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizer
 from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
 from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
+from ds_lightning.zero.companions import Companion
 from ds_lightning.zero.hooks import HookSet
 from ds_lightning.zero.optimizer_states import OptimizerStates
 from ds_lightning.zero.options import EngineOptions
@@ -51,6 +52,8 @@ class ZeroEngine:
         values: full values, and changes to them.
         state_dicts: loading and saving.
         norms: gradient norms.
+        steps: optimizer steps that were made, of all optimizers; skipped ones do not count.
+        companions: what has a value for each element and follows when units are laid out anew.
 
     Raises:
         ConfigError: for parameters, modules or optimizers that cannot be sharded, before anything is changed.
@@ -70,6 +73,9 @@ class ZeroEngine:
         self.plan = plan
         self.options = options or EngineOptions()
         self.dissolved = False
+        self.steps = 0
+        self._state_dicts_hooked = False
+        self.companions: list[Companion] = []
         named = named_parameters(module)
         check_parameters(named)
         _check_modules(module)
@@ -200,9 +206,19 @@ class ZeroEngine:
         if any(buffers.sharded for buffers in self.units.values()):
             self.hooks.scopes(self._scopes, self.passes)
         if any(buffers.sharded or not buffers.aliased for buffers in self.units.values()):
-            self.hooks.state_dicts(self.module.modules(), self.state_dicts)
+            self._hook_state_dicts()
         for sharded in self.optimizers:
             self._hook_optimizer(sharded)
+
+    def _hook_state_dicts(self) -> None:
+        if not self._state_dicts_hooked:
+            self._state_dicts_hooked = True
+            self.hooks.state_dicts(self.module.modules(), self.state_dicts)
+
+    def accompany(self, companion: Companion) -> None:
+        """Let something follow the parameters from now on."""
+        self.companions.append(companion)
+        self._hook_state_dicts()  # a checkpoint may show other values than the module's
 
     def _hook_optimizer(self, sharded: ShardedOptimizer) -> None:
         self.hooks.optimizer(
@@ -232,6 +248,8 @@ class ZeroEngine:
     def follow_groups(self) -> None:
         """Take in parameters that someone (a finetuning callback) has put into groups, or out of them. Collective."""
         if self._signature != self._group_signature():
+            if self.values.showing:
+                raise ConfigError("Parameters joined or left a group while the module shows other values (averages).")
             self._relayout()
 
     def _relayout(self, everything: bool = False) -> None:
@@ -251,6 +269,7 @@ class ZeroEngine:
         states = {} if everything else self._optimizer_states(affected)
         values: dict[int, torch.Tensor] = {}
         self.residency.release_all()
+        kept = [companion.leave(sorted(affected)) for companion in self.companions]
         for index in sorted(affected):
             full = self.values.full_values(index)
             buffers = self.units[index]
@@ -260,6 +279,8 @@ class ZeroEngine:
         first = max(list(self.units) + sorted(affected)) + 1
         layout = build_layout(specs, self.topology.world_size, self.options.layout, first)
         self._add_units(layout, lambda parameter: values.pop(id(parameter)))
+        for companion, elements in zip(self.companions, kept, strict=True):
+            companion.enter([unit.index for unit in layout.units], elements)
         for sharded in self.optimizers:
             for unit in layout.units:
                 found = {s.name: states[s.name] for s in unit.slots if s.name in states}
@@ -329,12 +350,18 @@ class ZeroEngine:
                 "optimizer.step(closure) would run backward while the optimizer's groups hold shards. Run the closure "
                 "first and call step() without it; Lightning's own loops do."
             )
+        if self.values.showing:
+            raise ConfigError(
+                "optimizer.step() while the module shows other values (averages), which would not be trained. Step "
+                "outside of `swapped()`."
+            )
         self.values.absorb()
         self.norms.step_begins(sharded)
         sharded.swap_in()
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
         sharded.swap_out()
+        self.steps += 1
         touched = sharded.touched_units()
         self.residency.republish(touched)
         self.values.written(touched)
@@ -382,6 +409,7 @@ class ZeroEngine:
     def dissolve(self) -> None:
         """Turn the module into a plain one with full parameters, and forget it. Collective."""
         self.dissolved = True
+        self.values.hide()
         self.residency.release_all()
         for index in list(self.units):
             full = self.values.full_values(index).clone()

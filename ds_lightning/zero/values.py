@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.comm.collectives import Collectives
-from ds_lightning.errors import ReleasedParameterError
+from ds_lightning.errors import ConfigError, ReleasedParameterError
 from ds_lightning.optim.sharded import ShardedOptimizer
 from ds_lightning.optim.unit_states import element_keys, merged, outline, pieces_of
 from ds_lightning.zero.buffers import UnitBuffers
@@ -59,6 +59,7 @@ class FullValues:
         self._topology = agreement.topology
         self._plan = plan
         self._versions: dict[int, tuple[int, ...]] = {}
+        self._shown: list[int] = []
 
     def full_values(self, index: int) -> torch.Tensor:
         """Master values of a whole unit, `[unit.numel]`. Collective."""
@@ -151,6 +152,70 @@ class FullValues:
                 self._collectives.broadcast(parameter.detach(), self._table.name_of(parameter), modifier_rank)
             for index in units:
                 self.absorb_unit(index)
+
+    # Other values for a while ----------------------------------------------------------------------------------------
+
+    @property
+    def showing(self) -> bool:
+        """Whether the module has other values than those that are trained."""
+        return bool(self._shown)
+
+    def show(self, vectors: Mapping[int, torch.Tensor]) -> None:
+        """Give the module other values until `hide`: averages, for an evaluation. Collective.
+
+        What is trained is kept aside meanwhile: this rank's elements, and `full` where the stage keeps it whole.
+        Checkpoints hold what is trained.
+
+        Args:
+            vectors: by unit index, this rank's elements, `[chunk]` in any floating dtype.
+
+        Raises:
+            ConfigError: inside a step, inside `gathered`, or when others are shown already.
+        """
+        pinned = any(self._residency.units[index].pins for index in vectors)
+        if self._passes.depth or pinned or self._shown:
+            raise ConfigError(
+                "Other values cannot be put into a module inside a step, inside ds_lightning.gathered(...), or while "
+                "others are there already. Do it between steps, around everything else."
+            )
+        self._passes.meet()
+        self.absorb()
+        if not self._passes.evaluating:
+            self._residency.release_all()
+        self._shown = sorted(vectors)
+        with torch.no_grad():
+            for index in self._shown:
+                buffers, own = self._units[index], vectors[index]
+                buffers.set_aside()
+                if len(buffers.master) == buffers.unit.numel > buffers.unit.chunk:  # every rank keeps all of it
+                    own = self.spread(index, own, own.dtype)
+                buffers.master.copy_(own)
+        self._residency.republish(self._shown)
+        self.written(self._shown)
+
+    def hide(self, together: bool = True) -> None:
+        """Undo `show`, bit for bit; nothing where nothing is shown. Collective while an evaluation is under way.
+
+        Args:
+            together: all ranks do it. Otherwise nothing communicates, and what is gathered is released.
+        """
+        shown, self._shown = self._shown, []
+        if not shown:
+            return
+        together = together and not self._passes.failed
+        if together:
+            self._passes.meet()
+        for index in shown:
+            self._units[index].put_back()
+        if not together:
+            self._residency.release_present()
+        elif self._passes.evaluating:  # who comes next in this evaluation sees what is trained
+            self._residency.republish([index for index in shown if self._units[index].sharded])
+        else:
+            self._residency.release_all()
+        self.written(shown)
+
+    # What users write -----------------------------------------------------------------------------------------------
 
     def absorb(self) -> None:
         """Take over what users wrote into 16-bit parameters that are not sharded (weight averaging, constraints)."""

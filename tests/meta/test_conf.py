@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from ds_lightning.callbacks import EMA
 from ds_lightning.config import load
 from ds_lightning.config import schema as known
 from ds_lightning.errors import ConfigError
@@ -64,6 +65,12 @@ def test_every_target_exists(strategy):
     for target in _targets(config):
         if not target.endswith("from_groups"):
             get_class(target)
+
+
+def test_averages_are_one_word_away():
+    callbacks = compose("config", ["callbacks=ema", "callbacks.ema.decay=0.99"]).callbacks
+    assert set(compose("config").callbacks) < set(callbacks)
+    assert type(instantiate(callbacks.ema)) is EMA
 
 
 def _keys(group: str, option: str, *path: str) -> set[str]:

@@ -29,7 +29,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("zero.values",),
     ("zero.state_dicts", "zero.optimizer_states"),
     ("zero.engine",),
-    ("zero.access", "zero.init"),
+    ("zero.access", "zero.init", "optim.ema"),
     ("activation", "attention", "data", "offload", "precision.plugin"),
     ("checkpoint",),
     ("profile",),
