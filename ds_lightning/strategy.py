@@ -20,7 +20,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from ds_lightning.checkpoint import keys, lightning_io, state
 from ds_lightning.checkpoint.loading import load as load_any
+from ds_lightning.checkpoint.placement import withdraw
 from ds_lightning.checkpoint.resume import Resumption
-from ds_lightning.checkpoint.saver import CheckpointSaver, clean, complete
+from ds_lightning.checkpoint.saver import CheckpointSaver, complete
 from ds_lightning.children import end_children
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
@@ -69,7 +70,8 @@ class ZeroStrategy(DDPStrategy):
         checkpoint: "full" writes one plain Lightning file, "sharded" a folder of `torch.distributed.checkpoint`, to
             which every rank writes what it owns. Either loads at any stage, number of ranks and precision.
         exclude_frozen: leave parameters that need no gradient out of checkpoints.
-        async_save: write checkpoints beside training, which stalls only while its values are copied.
+        async_save: write checkpoints beside training, which stalls only while its values are copied. A write that
+            fails raises at the next save or at the end of the run.
         accelerator: as in every Lightning strategy.
         parallel_devices: as in every Lightning strategy.
         cluster_environment: as in every Lightning strategy.
@@ -321,8 +323,9 @@ class ZeroStrategy(DDPStrategy):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()
         if self.is_global_zero:
-            clean(self._folders(), _tell)
+            self._saver.tidy(self._folders())
         if fitting:
+            self._saver.open()
             self._hold_schedulers()
             _optimizers_to_device([o for o in self.optimizers if self.root_device.type != "cpu"], self.root_device)
 
@@ -645,16 +648,14 @@ class ZeroStrategy(DDPStrategy):
             self._saver.save_through(write, checkpoint, topology)
             return
         target = Path(filepath)
-        self._saver.save(checkpoint, target, topology, self._training, partial(complete, target, self._folders()))
+        self._saver.save(checkpoint, target, topology, partial(complete, target, self._folders()))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; one under way is completed first. Rank 0 acts."""
-        self._saver.then(partial(super().remove_checkpoint, filepath))
-
-    @property
-    def _training(self) -> bool:
-        state = self.lightning_module.trainer.state if self.lightning_module is not None else None
-        return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        own = type(self.checkpoint_io) is lightning_io.ZeroCheckpointIO and not lightning_io.is_remote(filepath)
+        action = partial(withdraw, Path(filepath)) if own else partial(self.checkpoint_io.remove_checkpoint, filepath)
+        if self.is_global_zero:
+            self._saver.then(action)
 
     def _folders(self) -> list[Path]:
         """Where this run keeps checkpoints."""
@@ -693,7 +694,7 @@ class ZeroStrategy(DDPStrategy):
         loaded: dict[str, Any] = {}
         problem: str | None = None
         try:
-            self._saver.wait("a checkpoint is loaded")
+            self._saver.wait("a checkpoint is loaded", self._topology or Topology.single(self.root_device))
             loaded = self._read_checkpoint(checkpoint_path, weights_only)
         except CheckpointError as error:
             problem = str(error)
@@ -795,7 +796,7 @@ class ZeroStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Communicate no more: other ranks may be gone."""
         self._failed = True
-        self._saver.finish(failed=True)
+        self._saver.finish(True, self._topology)
         if self._engine is not None:
             self._engine.abort()
         if isinstance(exception, TopologyError):
@@ -806,7 +807,7 @@ class ZeroStrategy(DDPStrategy):
         self._end_evaluation()
         if self.engine is not None and not self._failed:
             self.engine.norms.last()  # nothing may be in flight when the process ends
-        self._saver.finish(self._failed)
+        self._saver.finish(self._failed, self._topology)
         if self._precision_plugin is not None:
             self._precision_plugin.teardown()
         if self.accelerator is not None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from ds_lightning.checkpoint.placement import partial_of, place, remove
+from ds_lightning.checkpoint.placement import make_folder, partial_of, place, remove
 from ds_lightning.checkpoint.snapshot import ShardSource, Snapshot
 from ds_lightning.checkpoint.torch_file import StreamedFile, read
 from ds_lightning.comm.agreement import Agreement
@@ -34,17 +34,24 @@ class FullWrite:
         target: the file, replaced in one step when the new one is complete.
         snapshot: whose vectors the checkpoint's logical tensors point into.
         ranks: all ranks, over CPU memory.
+        complete: what to do on rank 0 once it is in its place; a failure of that is one of the write.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], target: Path, snapshot: Snapshot, ranks: Topology) -> None:
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Any],
+        target: Path,
+        snapshot: Snapshot,
+        ranks: Topology,
+        complete: Callable[[], None],
+    ) -> None:
         self.target = target
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._ranks = ranks
-        self._sink = _Sink(checkpoint, target) if ranks.rank == 0 else None
+        self._sink = _Sink(checkpoint, target, complete) if ranks.rank == 0 else None
 
     def stage(self) -> None:
-        """Copy this rank's values to the memory of the host: the model may go on. Not collective."""
-        self._snapshot = self._snapshot.staged()
+        """Copy what may change from now on and is not in the snapshot. Not collective."""
         if self._sink is not None:
             self._sink.stage()
 
@@ -54,9 +61,17 @@ class FullWrite:
         Raises:
             CheckpointError: on every rank, when rank 0 cannot write; what was there before stays.
         """
+        try:
+            self._run()
+        except BaseException:  # another rank is gone, or the user interrupts
+            if self._sink is not None:
+                self._sink.drop()
+            raise
+
+    def _run(self) -> None:
         agreement, sink = Agreement(self._ranks), self._sink
         wanted = agreement.from_rank(sink.open() if sink is not None else None)
-        for number, full in _collected(self._snapshot, wanted, self._ranks):
+        for number, full in _collected(self.snapshot, wanted, self._ranks):
             if sink is not None:
                 sink.take(number, full)
         problem = agreement.from_rank(sink.finish() if sink is not None else None)
@@ -82,10 +97,12 @@ class _Sink:
     Args:
         checkpoint: what to write.
         target: where to.
+        complete: what to do once it is there.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], target: Path) -> None:
+    def __init__(self, checkpoint: Mapping[str, Any], target: Path, complete: Callable[[], None]) -> None:
         self._target = target
+        self._complete = complete
         self._partial = partial_of(target)
         self._problem: str | None = None
         self._tensors: list[LogicalTensor] = []
@@ -108,7 +125,7 @@ class _Sink:
         try:
             if self._target.is_dir() and not self._target.is_symlink():
                 raise IsADirectoryError(f"{self._target} is a directory")
-            self._target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._target.parent)
             self._stream = self._partial.open("wb")
             self._file.open(self._stream)
             for tensor in self._file.pending:
@@ -138,6 +155,7 @@ class _Sink:
                 os.fsync(self._stream.fileno())
                 self._stream.close()
                 place(self._partial, self._target)
+                self._complete()
             except Exception as error:
                 self._fail(error)
         return self._problem
@@ -145,7 +163,12 @@ class _Sink:
     def _fail(self, error: Exception) -> None:
         self._problem = unwritten(self._target, error)
         self._tensors = []
+        self.drop()
+
+    def drop(self) -> None:
+        """Remove what is incomplete."""
         if self._stream is not None:
+            self._file.abandon()
             with suppress(OSError):  # what is buffered does not fit either
                 self._stream.close()
         remove(self._partial)

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from ds_lightning.checkpoint.full import unwritten
-from ds_lightning.checkpoint.placement import partial_of, place
+from ds_lightning.checkpoint.placement import make_folder, partial_of, place, remove
 from ds_lightning.errors import CheckpointError
 
 
@@ -40,14 +40,14 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         try:
             if target.is_dir():
                 raise IsADirectoryError(f"{target} is a directory")
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             place(partial, target)
         except BaseException as error:
-            partial.unlink(missing_ok=True)
+            remove(partial)
             if isinstance(error, OSError | RuntimeError):  # torch's writer reports a full disk as RuntimeError
                 raise CheckpointError(unwritten(target, error)) from error
             raise

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_lightning.checkpoint.deepspeed.files import is_deepspeed_checkpoint
-from ds_lightning.checkpoint.placement import pointed_to
+from ds_lightning.checkpoint.placement import is_partial, pointed_to, set_aside
 from ds_lightning.errors import CheckpointError
 from ds_lightning.zero.logical import logical
 
@@ -63,7 +63,13 @@ def _resolved(path: Path, log: Callable[[str], None]) -> Path:
             )
         log(f"{path} points to {os.readlink(path)}, which was never completed; {before} is the newest complete one")
         return before
+    if is_partial(path):
+        raise CheckpointError(f"{path} is what a run that was killed had not completed. Give another checkpoint.")
     if not path.exists():
+        before = set_aside(path)
+        if before is not None:
+            log(f"{path} was being replaced when a run was killed; {before} is what was there")
+            return before
         raise CheckpointError(f"The checkpoint {path} does not exist (working directory {Path.cwd()}).")
     if path.is_dir() and not _is_sharded(path):
         newest = pointed_to(path)

@@ -14,7 +14,7 @@ from torch import nn
 from ds_lightning.checkpoint import keys, state
 from ds_lightning.checkpoint.background import BackgroundWriter, Write
 from ds_lightning.checkpoint.full import FullWrite, gathered
-from ds_lightning.checkpoint.placement import point_to, pointed_to, remove_leftovers
+from ds_lightning.checkpoint.placement import links_to, point_to, pointed_to, relink, tidy
 from ds_lightning.checkpoint.snapshot import Snapshot
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.errors import CheckpointError
@@ -23,6 +23,9 @@ from ds_lightning.topology import Topology
 from ds_lightning.zero.engine import ZeroEngine
 
 Log = Callable[[str], None]
+
+LINGER_SECONDS = 60.0
+"""How long a job that has failed still waits for the checkpoint under way: other ranks may be gone."""
 
 
 class CheckpointSaver:
@@ -41,6 +44,24 @@ class CheckpointSaver:
         self._snapshot: Snapshot | None = None
         self._parameters: dict[str, torch.Tensor] = {}  # of the snapshot, by canonical name
         self._writer = BackgroundWriter()
+        self._begun = False  # whether a write was begun in the background and not yet waited for; the same on all ranks
+        self._open = False
+        self._tidied: set[Path] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What points into an engine belongs to its process."""
+        return {**self.__dict__, "_snapshot": None, "_begun": False, "_open": False}
+
+    def open(self) -> None:
+        """Training begins: until `finish`, checkpoints may be written beside it."""
+        self._open = True
+
+    def tidy(self, folders: Iterable[Path]) -> None:
+        """Remove what writers that were killed left behind, and say so; once per folder. On rank 0."""
+        fresh = {folder.absolute() for folder in folders} - self._tidied
+        self._tidied |= fresh
+        for message in tidy(sorted(fresh)):
+            self._log(message)
 
     # What a checkpoint dict holds -----------------------------------------------------------------------------------
 
@@ -90,8 +111,7 @@ class CheckpointSaver:
         checkpoint: Mapping[str, Any],
         target: Path,
         topology: Topology,
-        training: bool,
-        after: Callable[[], None],
+        complete: Callable[[], None],
     ) -> None:
         """Write a checkpoint to `target`, now or beside training. Collective.
 
@@ -99,22 +119,34 @@ class CheckpointSaver:
             checkpoint: rank 0's is written.
             target: a file or a folder.
             topology: ranks and groups.
-            training: whether something can go on meanwhile.
-            after: what to do on rank 0 when it is complete.
+            complete: what to do on rank 0 once it is in its place.
 
         Raises:
             CheckpointError: on every rank, when it cannot be written, or when the last one in the background was not.
         """
         snapshot = self._answered(topology)
-        self.wait(f"{target} is saved")
-        write = self._write(checkpoint, target, snapshot, topology.for_checkpoints())
-        on_rank_0 = after if topology.rank == 0 else _nothing
-        if self.background and training:
+        if topology.rank == 0:
+            self.tidy([target.parent])
+        beside = self.background and self._open
+        copies = self._copies(snapshot, topology) if beside else None
+        if copies is None:
+            self.wait(f"{target} is saved", topology)
+            copies = snapshot.staged() if beside else snapshot
+        write = self._write(checkpoint, target, copies, topology.for_checkpoints(), complete)
+        if beside:
             write.stage()
-            self._writer.start(write, on_rank_0)
+            self._begun = True
+            self._writer.add(write)
         else:
             write.run()
-            on_rank_0()
+
+    def _copies(self, snapshot: Snapshot, topology: Topology) -> Snapshot | None:
+        """Those of the one write under way, if on every rank nothing has changed since. Collective."""
+        if not self._begun:
+            return None
+        writes = self._writer.writes
+        same = len(writes) == 1 and snapshot.same(writes[0].snapshot)
+        return writes[0].snapshot if all(Agreement(topology).everyone(same)) else None
 
     def save_through(self, write: Callable[[Any], None], checkpoint: Mapping[str, Any], topology: Topology) -> None:
         """Hand a checkpoint of ordinary tensors to somebody else's writer, on rank 0. Collective.
@@ -142,60 +174,79 @@ class CheckpointSaver:
         snapshot.serve()
         return snapshot
 
-    def _write(self, checkpoint: Mapping[str, Any], target: Path, snapshot: Snapshot, ranks: Topology) -> Write:
+    def _write(
+        self,
+        checkpoint: Mapping[str, Any],
+        target: Path,
+        snapshot: Snapshot,
+        ranks: Topology,
+        complete: Callable[[], None],
+    ) -> Write:
         if not self.sharded:
-            return FullWrite(checkpoint, target, snapshot, ranks)
+            return FullWrite(checkpoint, target, snapshot, ranks, complete)
         from ds_lightning.checkpoint.sharded import ShardedWrite  # torch.distributed.checkpoint is slow to import
 
-        return ShardedWrite(checkpoint, target, snapshot, ranks)
+        return ShardedWrite(checkpoint, target, snapshot, ranks, complete)
 
     # Around a write -------------------------------------------------------------------------------------------------
 
-    def wait(self, what: str = "the run goes on") -> None:
-        """Wait for the write under way.
+    def wait(self, what: str, topology: Topology) -> None:
+        """Wait for what is under way. Collective.
 
         Args:
             what: what happens afterwards, for the message.
+            topology: ranks and groups.
 
         Raises:
-            CheckpointError: when it failed.
+            CheckpointError: on every rank, when it failed on one of them.
         """
-        target = self._writer.target
-        self._writer.wait(
-            lambda seconds: self._log(
-                f"the checkpoint {target} was still being written; training waited {seconds:.1f} s for it before {what}"
-            )
-        )
+        if not self._begun:
+            return
+        targets = self._targets()
+        seconds, error = self._writer.wait()
+        self._begun = False
+        if targets and seconds > 0.1:
+            self._log(f"training waited {seconds:.1f} s for the checkpoint {targets} to be written, before {what}")
+        problems = Agreement(topology).everyone(str(error) if error is not None else None)
+        for problem in problems:
+            if problem is not None:
+                raise CheckpointError(f"A checkpoint written in the background failed. {problem}") from error
+
+    def _targets(self) -> str:
+        return " and ".join(str(write.target) for write in self._writer.writes)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do something once the write under way is complete, or at once; not at all if it fails."""
+        """Do something once what is under way is complete, or at once; not at all if it fails."""
         self._writer.then(action)
 
     def guard_links(self) -> None:
-        """Let no link name the checkpoint under way: until it is complete, links name the one before. On rank 0.
+        """Let no link name a checkpoint under way: until it is complete, links name the one before. On rank 0.
 
         `ModelCheckpoint(save_last="link")` links to what it has just asked to be saved.
         """
-        target = self._writer.target
-        if target is None or target.exists() or not target.parent.is_dir():
-            return
-        for link in _links_to(target):
-            destination = os.readlink(link)
-            before = pointed_to(target.parent)
-            _link(link, before.name if before is not None else None)
-            self.then(partial(_link, link, destination))
+        for target in (write.target for write in self._writer.writes):
+            for link in links_to(target) if not os.path.lexists(target) else ():
+                destination = os.readlink(link)
+                before = pointed_to(target.parent)
+                relink(link, before.name if before is not None else None)
+                self.then(partial(relink, link, destination))
 
-    def finish(self, failed: bool) -> None:
-        """The run ends: wait for the write under way, unless ranks may be gone.
+    def finish(self, failed: bool, topology: Topology | None) -> None:
+        """The run ends: wait for what is under way. Collective, unless this rank has failed.
 
         Raises:
-            CheckpointError: when it failed.
+            CheckpointError: on every rank, when it failed on one of them, and nothing else did before.
         """
+        self._open = False
         self._drop_snapshot()
-        if failed:
-            self._writer.abandon()
-        else:
-            self.wait("the end of the run")
+        if not failed:
+            self.wait("the end of the run", topology or Topology.single())
+            return
+        _, error = self._writer.wait(LINGER_SECONDS)
+        if error is not None:
+            self._log(f"a checkpoint was being written when the run failed, and is not complete. {error}")
+        elif targets := self._targets():
+            self._log(f"the run failed; {targets} is still not complete after {LINGER_SECONDS:g} s and is given up")
 
 
 def _state_dict(
@@ -211,34 +262,6 @@ def _state_dict(
 
 def complete(target: Path, folders: Iterable[Path]) -> None:
     """A checkpoint is complete: where its folder is one that keeps checkpoints, `latest` names it."""
-    if target.parent.absolute() in {folder.absolute() for folder in folders}:
+    hidden = target.name.startswith(".")  # what Lightning's tuner saves for itself
+    if not hidden and target.parent.resolve() in {folder.resolve() for folder in folders}:
         point_to(target)
-
-
-def clean(folders: Iterable[Path], log: Log) -> None:
-    """Remove what writers that were killed left behind, and say so."""
-    for path in remove_leftovers(folders):
-        log(f"removed {path}, which a run that was killed had not completed")
-
-
-def _links_to(target: Path) -> list[Path]:
-    return [
-        entry
-        for entry in target.parent.iterdir()
-        if entry.is_symlink() and (entry.parent / os.readlink(entry)).absolute() == target.absolute()
-    ]
-
-
-def _link(link: Path, destination: str | None) -> None:
-    """Let a link name something else, in one step."""
-    if destination is None:
-        link.unlink(missing_ok=True)
-        return
-    fresh = link.with_name(f".{link.name}.link")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(destination)
-    fresh.replace(link)
-
-
-def _nothing() -> None:
-    """On other ranks than 0."""

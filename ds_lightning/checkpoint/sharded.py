@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ds_lightning.checkpoint.full import unwritten
-from ds_lightning.checkpoint.placement import partial_of, place, remove, sync
+from ds_lightning.checkpoint.placement import make_folder, partial_of, place, remove, sync
 from ds_lightning.checkpoint.snapshot import ShardSource, Snapshot
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.errors import CheckpointError
@@ -53,12 +53,21 @@ class ShardedWrite:
         target: the folder, replaced in one step when the new one is complete.
         snapshot: whose vectors the checkpoint's logical tensors point into.
         ranks: all ranks, over CPU memory.
+        complete: what to do on rank 0 once it is in its place; a failure of that is one of the write.
     """
 
-    def __init__(self, checkpoint: Mapping[str, Any], target: Path, snapshot: Snapshot, ranks: Topology) -> None:
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Any],
+        target: Path,
+        snapshot: Snapshot,
+        ranks: Topology,
+        complete: Callable[[], None],
+    ) -> None:
         self.target = target
+        self.snapshot = snapshot
         self._partial = partial_of(target)
-        self._snapshot = snapshot
+        self._complete = complete
         self._ranks = ranks
         self._taken: _Taken | None = None
         self._problem: str | None = None
@@ -69,8 +78,7 @@ class ShardedWrite:
                 self._problem = unwritten(target, error)
 
     def stage(self) -> None:
-        """Copy this rank's values to the memory of the host: the model may go on. Not collective."""
-        self._snapshot = self._snapshot.staged()
+        """Copy what may change from now on and is not in the snapshot. Not collective."""
         if self._taken is not None:
             self._taken.stage()
 
@@ -80,11 +88,19 @@ class ShardedWrite:
         Raises:
             CheckpointError: on every rank, when any of them cannot write; what was there before stays.
         """
+        try:
+            self._run()
+        except BaseException:  # another rank is gone, or the user interrupts
+            if self._ranks.rank == 0:
+                remove(self._partial)
+            raise
+
+    def _run(self) -> None:
         agreement = Agreement(self._ranks)
         if self._ranks.rank == 0 and self._problem is None:
             try:
-                remove(self._partial)
-                self._partial.mkdir(parents=True)
+                make_folder(self.target.parent)
+                self._partial.mkdir()
             except OSError as error:
                 self._problem = unwritten(self.target, error)
         plan = (self._problem, str(self._partial), self._taken.places if self._taken is not None else {})
@@ -98,7 +114,7 @@ class ShardedWrite:
             raise CheckpointError(problem)
 
     def _write_tensors(self, folder: Path, places: Mapping[Path_, tuple[int, int, torch.Size]]) -> str | None:
-        tensors = {name: self._snapshot.tensor(*place) for name, place in places.items()}
+        tensors = {name: self.snapshot.tensor(*place) for name, place in places.items()}
         if self._taken is not None:
             tensors.update(self._taken.whole)
         try:
@@ -126,6 +142,7 @@ class ShardedWrite:
                     os.fsync(file.fileno())
                 sync(self._partial)
                 place(self._partial, self.target)
+                self._complete()
         except Exception as error:
             problem = unwritten(self.target, error)
         if problem is not None:
@@ -226,6 +243,12 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The folder must be the one that rank 0 has made: torch would make another one on another disk."""
+        if not Path(self.path).is_dir():
+            raise FileNotFoundError(f"{self.path} is not there; all ranks must see the file system of rank 0")
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items to one file."""

@@ -63,6 +63,19 @@ class Vector:
         """The same with copies on CPU, in pinned memory where they come from a GPU."""
         return dataclasses.replace(self, pieces=tuple((first, _copied(values)) for first, values in self.pieces))
 
+    def same(self, other: Vector) -> bool:
+        """Whether both hold the same bits on this rank."""
+        if (self.what, self.numel, self.owned, self.dtype) != (other.what, other.numel, other.owned, other.dtype):
+            return False
+        return len(self.pieces) == len(other.pieces) and all(
+            first == start and torch.equal(_bits(values), _bits(others))
+            for (first, values), (start, others) in zip(self.pieces, other.pieces, strict=True)
+        )
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().cpu().contiguous().view(torch.uint8)  # compared as numbers, NaN would be no NaN
+
 
 def _copied(values: torch.Tensor) -> torch.Tensor:
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
@@ -145,6 +158,12 @@ class Snapshot:
         if any(values.is_cuda for vector in self.vectors for _, values in vector.pieces):
             torch.cuda.current_stream().synchronize()
         return copy
+
+    def same(self, other: Snapshot) -> bool:
+        """Whether both hold the same bits on this rank. Not collective."""
+        return len(self.vectors) == len(other.vectors) and all(
+            mine.same(theirs) for mine, theirs in zip(self.vectors, other.vectors, strict=True)
+        )
 
     def _round(self, wanted: int) -> bool:
         """All ranks name a vector, or none (-1), and gather one of those named. Returns whether one was."""

@@ -46,6 +46,7 @@ class StreamedFile:
         pickler.dump(content)
         self.pending: list[LogicalTensor] = list(pickler.logical.values())
         self._storages = pickler.storages
+        self._zip: zipfile.ZipFile | None = None
         self._numbers = {key: pickler.numbers["logical", key] for key in pickler.logical}
 
     def stage(self) -> None:
@@ -80,9 +81,16 @@ class StreamedFile:
         """Finish the file, which is not complete before."""
         assert not self._numbers, "some tensors were not written"
         self._record("version", [b"3\n"], 2)
+        assert self._zip is not None
         self._zip.close()
 
+    def abandon(self) -> None:
+        """Write no more; without that, an archive that is dropped would try to complete itself."""
+        if self._zip is not None:
+            self._zip.fp = None
+
     def _record(self, name: str, parts: Iterable[Any], nbytes: int) -> None:
+        assert self._zip is not None
         info = zipfile.ZipInfo(f"archive/{name}")
         info.file_size = nbytes
         start = self._stream.tell() + _LOCAL_HEADER + len(info.filename) + _ZIP64_EXTRA + 4
