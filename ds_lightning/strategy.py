@@ -322,8 +322,8 @@ class ZeroStrategy(DDPStrategy):
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()
-        if self.is_global_zero:
-            self._saver.tidy(self._folders())
+        if not fitting:
+            self._tidy()
         if fitting:
             self._saver.open()
             self._hold_schedulers()
@@ -418,6 +418,7 @@ class ZeroStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """The training data is known now: compare its batch size with the configuration."""
         assert self.lightning_module is not None
+        self._tidy()  # not before: what is removed may have been read from until now
         if self._parsed.given or self._parsed.autos:
             trainer = self.lightning_module.trainer
             name = str(self.precision_plugin.precision)
@@ -663,6 +664,10 @@ class ZeroStrategy(DDPStrategy):
         callbacks = module.trainer.checkpoint_callbacks if module is not None else []
         found = (getattr(callback, "dirpath", None) for callback in callbacks)
         return [Path(folder) for folder in found if folder and not lightning_io.is_remote(folder)]
+
+    def _tidy(self) -> None:
+        if self.is_global_zero:
+            self._saver.tidy(self._folders())
 
     def _metadata(self) -> dict[str, Any]:
         """What a reader may want to know; plain data, and not needed for loading."""
