@@ -47,7 +47,7 @@ from ds_lightning.trainer_facts import collect_facts
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction
-from ds_lightning.zero.logical import is_stored
+from ds_lightning.zero.logical import is_stored, settle
 from ds_lightning.zero.meeting import Meeting, metrics_of
 from ds_lightning.zero.options import EngineOptions
 from ds_lightning.zero.placement import equalize, move_all_but_parameters
@@ -322,8 +322,6 @@ class ZeroStrategy(DDPStrategy):
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()
-        if not fitting:
-            self._tidy()
         if fitting:
             self._saver.open()
             self._hold_schedulers()
@@ -418,7 +416,7 @@ class ZeroStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """The training data is known now: compare its batch size with the configuration."""
         assert self.lightning_module is not None
-        self._tidy()  # not before: what is removed may have been read from until now
+        self._tidy()
         if self._parsed.given or self._parsed.autos:
             trainer = self.lightning_module.trainer
             name = str(self.precision_plugin.precision)
@@ -540,6 +538,7 @@ class ZeroStrategy(DDPStrategy):
         return gathered
 
     def _begin_evaluation(self) -> None:
+        self._tidy()
         if self.engine is not None:
             self.engine.passes.begin_evaluation()
             for metric in metrics_of(self.engine.module):
@@ -666,6 +665,7 @@ class ZeroStrategy(DDPStrategy):
         return [Path(folder) for folder in found if folder and not lightning_io.is_remote(folder)]
 
     def _tidy(self) -> None:
+        """Not before all ranks have met: what is removed, or put back, may have been read from."""
         if self.is_global_zero:
             self._saver.tidy(self._folders())
 
@@ -753,6 +753,7 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         with self._loading():
             self.lightning_module.load_state_dict(saved, strict=strict)
+        settle(self.lightning_module)
 
     @property
     def _shards_parameters(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ds_lightning.layout.boxes import Box, boxes
 from ds_lightning.zero.released import METADATA
@@ -170,6 +171,17 @@ def logical(source: Source) -> torch.Tensor:
 def is_stored(values: Mapping[str, Any]) -> bool:
     """Whether some of these tensors are stand-ins whose values are to be read."""
     return any(isinstance(value, LogicalTensor) and value.value is None for value in values.values())
+
+
+def settle(module: nn.Module) -> None:
+    """Read what modules have kept of a state as it was given to them; metrics do so. Its file may soon be gone."""
+    for child in module.modules():
+        for values in (child.__dict__, child._buffers):
+            for key, value in values.items():
+                if isinstance(value, LogicalTensor):
+                    values[key] = value.whole()
+                elif type(value) is list and any(isinstance(part, LogicalTensor) for part in value):
+                    values[key] = _values(value)
 
 
 def flat_range(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
