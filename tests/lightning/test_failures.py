@@ -150,3 +150,49 @@ def test_a_checkpoint_on_exception_is_saved_when_all_ranks_fail_and_hangs_nothin
     assert "out of ideas" in ended.output or not everywhere
     if everywhere:
         assert torch.load(tmp_path / "emergency.ckpt", weights_only=True)["global_step"] == 2
+
+
+BESIDE = """
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ds_lightning.checkpoint.background import BackgroundWriter
+
+complete = BackgroundWriter._complete
+
+def slowly(self, write):
+    open(f"ready{{RANK}}", "w").close()
+    time.sleep(3)
+    complete(self, write)
+
+BackgroundWriter._complete = slowly
+
+class Slow(Model):
+    def training_step(self, tokens, index):
+        time.sleep(0.2)
+        return super().training_step(tokens, index)
+
+if __name__ == "__main__":
+    keep = ModelCheckpoint("kept", filename="{{step}}", every_n_train_steps=1, save_top_k=1, save_last=True)
+    config = {{"zero_optimization": {{"stage3_param_persistence_threshold": 0}}}}
+    method = Patient(stage=3, config=config, checkpoint="sharded", async_save=True, start_method="{start}")
+    run = trainer(method, max_steps={steps}, callbacks=[keep], enable_checkpointing=True)
+    run.fit(Slow(), data())
+"""
+
+
+@pytest.mark.full
+def test_a_job_that_is_terminated_completes_what_it_is_writing(tmp_path):
+    ended = run_script(tmp_path, BESIDE.format(start="popen", steps=500), send=("ready0", signal.SIGTERM), timeout=90)
+    assert ended.code not in (-1000, -signal.SIGABRT, -signal.SIGSEGV), ended.output
+    assert "Received SIGTERM" in ended.output
+    assert ended.left == []
+    assert not [path for path in (tmp_path / "kept").iterdir() if path.name.startswith(".")], ended.output
+    for name in ("step=1.ckpt", "last.ckpt"):
+        assert (tmp_path / "kept" / name / "meta.pt").is_file(), ended.output
+
+
+@pytest.mark.full
+def test_processes_that_are_spawned_write_beside_training(tmp_path):
+    ended = run_script(tmp_path, BESIDE.format(start="spawn", steps=2), timeout=110)
+    assert ended.code == 0, ended.output
+    assert ended.left == []
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["last.ckpt", "latest", "step=2.ckpt"]
