@@ -64,7 +64,7 @@ def during_removal() -> None:
     """Die just before an old file is removed, or when part of an old folder is."""
 
     def rmtree(path: Any, *_: Any, **__: Any) -> None:
-        (Path(path) / ".metadata").unlink()
+        os.unlink(f"{path}/.metadata")
         die()
 
     shutil.rmtree = rmtree  # type: ignore[assignment]
