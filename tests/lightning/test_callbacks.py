@@ -71,7 +71,7 @@ def best_checkpoint(folder: str) -> None:
         module = Validated(worse_from=2)
         trainer = fit(module, common.strategy_of(kind), callbacks=[saving], max_epochs=3, enable_checkpointing=True)
         found[kind] = (
-            sorted(path.name for path in (Path(folder) / str(kind)).iterdir()),
+            sorted(path.name for path in (Path(folder) / str(kind)).iterdir() if path.name != "latest"),
             Path(saving.best_model_path).name,
         )
         dist.barrier()
