@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ds_lightning.checkpoint import keys, lightning_io, state
+from ds_lightning.checkpoint import beside, keys, lightning_io, state
 from ds_lightning.checkpoint.loading import load as load_any
+from ds_lightning.checkpoint.placement import remove
 from ds_lightning.checkpoint.resume import Resumption
 from ds_lightning.checkpoint.saver import CheckpointSaver, clean, complete
 from ds_lightning.children import end_children
@@ -322,6 +323,8 @@ class ZeroStrategy(DDPStrategy):
         self.setup_precision_plugin()
         if self.is_global_zero:
             clean(self._folders(), _tell)
+            if fitting and self._weights_beside:
+                self._tell_without_weights(own_format=True)
         if fitting:
             self._hold_schedulers()
             _optimizers_to_device([o for o in self.optimizers if self.root_device.type != "cpu"], self.root_device)
@@ -643,13 +646,34 @@ class ZeroStrategy(DDPStrategy):
         if not own:
             write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
             self._saver.save_through(write, checkpoint, topology)
+            if self._weights_beside:
+                self._tell_without_weights(own_format=False)
             return
         target = Path(filepath)
-        self._saver.save(checkpoint, target, topology, self._training, partial(complete, target, self._folders()))
+        self._saver.save(checkpoint, target, topology, self._training, partial(self._complete, target, self._folders()))
+
+    def _complete(self, target: Path, folders: list[Path]) -> None:
+        """On rank 0, perhaps beside training."""
+        dtype = beside.dtype_of(str(self.precision_plugin.precision))
+        if self._weights_beside and dtype is not None:
+            read = partial(lightning_io.ZeroCheckpointIO().load_lazily, weights_only=False)  # it is our own
+            beside.write_weights(target, dtype, read, _tell)
+        complete(target, folders)
+
+    @property
+    def _weights_beside(self) -> bool:
+        return bool(self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
+    def _tell_without_weights(self, own_format: bool) -> None:
+        reason = beside.why_none(str(self.precision_plugin.precision), own_format)
+        if reason is not None:
+            _tell(reason)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; one under way is completed first. Rank 0 acts."""
         self._saver.then(partial(super().remove_checkpoint, filepath))
+        if self.is_global_zero and not lightning_io.is_remote(filepath):
+            self._saver.then(partial(remove, beside.weights_path(Path(filepath))))
 
     @property
     def _training(self) -> bool:
@@ -668,6 +692,8 @@ class ZeroStrategy(DDPStrategy):
         engine, module = self._engine, self.lightning_module
         assert module is not None
         excluded = [n for n, p in module.named_parameters() if not p.requires_grad] if self._exclude_frozen else []
+        every = module.named_parameters(remove_duplicate=False)
+        frozen = keys.strip_compiled({name: None for name, p in every if not p.requires_grad})
         names: list[list[str]] = []
         if engine is not None:
             names = [
@@ -681,6 +707,7 @@ class ZeroStrategy(DDPStrategy):
             "precision": str(self.precision_plugin.precision),
             "skipped_steps": self.skipped_steps,
             "excluded_parameters": excluded,
+            "frozen_parameters": list(frozen),
             "optimizer_parameter_names": names,
         }
 

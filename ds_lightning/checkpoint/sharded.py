@@ -34,7 +34,7 @@ from ds_lightning.checkpoint.snapshot import ShardSource, Snapshot
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.errors import CheckpointError
 from ds_lightning.topology import Topology
-from ds_lightning.zero.logical import LogicalTensor
+from ds_lightning.zero.logical import LogicalTensor, memory
 
 META = "meta.pt"
 METADATA = ".metadata"
@@ -157,6 +157,7 @@ class _Taken:
         self.whole: dict[Path_, torch.Tensor] = {}
         self._weights: dict[int, Path_] = {}  # by `id` of a tensor of the model, its name
         self._names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or []
+        self._first: dict[Any, Path_] = {}
         order: list[tuple[Path_, str | None]] = []
         rest = dict(self._take(dict(checkpoint), (), order))
         rest["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), TENSORS: order}
@@ -177,11 +178,18 @@ class _Taken:
         for key, value in enumerate(item) if indexed else item.items():
             here = (*path, key)
             if self._belongs(value, here):
+<<<<<<< HEAD
                 known = None if path[:1] == ("state_dict",) else self._weights.get(id(value))
                 name = known or self._name(here)
                 order.append((here, _dotted(name)))
                 if known is None:
                     self._note(name, value)
+=======
+                name = self._name(here)
+                # A tied tensor is read by its first name, so that it is one tensor again; others may read either.
+                order.append((here, _dotted(self._first.setdefault(memory(value), name))))
+                self._note(name, value)
+>>>>>>> 339bdf6 (Checkpoints are exported: one Lightning file, or weights for torch and Hugging Face, piece by piece)
                 if indexed:
                     kept[key] = None
             else:
