@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from ds_lightning.checkpoint import keys
-from ds_lightning.checkpoint.torch_file import PIECE
 from ds_lightning.config.suggest import did_you_mean
 from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.zero.logical import LogicalTensor, flat_range, memory
 
 STATE_DICT = "state_dict"
+_PIECE = 1 << 20
+"""Elements that are read, converted and written at a time; small, as each stage has its copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +196,8 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype | None, name: str, overfl
 
 def read(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The row-major elements of a tensor, one piece at a time."""
-    for start in range(0, tensor.numel(), PIECE):
-        yield flat_range(tensor, start, min(start + PIECE, tensor.numel()))
+    for start in range(0, tensor.numel(), _PIECE):
+        yield flat_range(tensor, start, min(start + _PIECE, tensor.numel()))
 
 
 def shown(names: Iterable[str]) -> str:

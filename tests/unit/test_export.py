@@ -288,8 +288,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, kind):
-    """300 MB in two tensors; a piece is 16 MB, and beside it are its converted copy and its bytes."""
-    for name, size in (("small", 1000), ("large", 40_000_000)):
+    """240 MB in two tensors; a piece has 4 MB, and beside it are its converted copy and what is on its way to disk."""
+    for name, size in (("small", 1000), ("large", 30_000_000)):
         state = {"a": torch.zeros(size // 1000, 1000), "b": torch.zeros(size)}
         if kind == "file":
             torch.save(
@@ -297,7 +297,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, kind):
             )
         else:
             dcp.save({"model": state}, checkpoint_id=str(tmp_path / name), no_dist=True)
-    words = [str(tmp_path / "small"), str(tmp_path / "large"), ".pt", ".safetensors", ".ckpt"]
+    words = [str(tmp_path / "small"), str(tmp_path / "large"), ".safetensors", ".ckpt"]
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", MEMORY, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) < 80
+    assert float(done.stdout.split()[-1]) < 60
