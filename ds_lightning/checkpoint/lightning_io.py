@@ -100,8 +100,8 @@ def _loaded(source: Path, device: str, weights_only: bool | None) -> dict[str, A
         if safe and ("weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text):
             raise CheckpointError(
                 f"{source} holds objects that are not plain data, so it is not loaded: unpickling them could run "
-                "any code. If you trust the file, pass weights_only=False to fit/validate/test/predict. "
-                f"({text.splitlines()[0]})"
+                "any code. If you trust the file, pass weights_only=False to fit/validate/test/predict (ds-lightning "
+                f"export: --trust). ({text.splitlines()[0]})"
             ) from error
         raise CheckpointError(
             f"{source} ({source.stat().st_size} bytes) is not a complete checkpoint: it may be truncated, or of "

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core import rank_zero
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -335,7 +336,7 @@ def told(folder):
         def emit(self, record):
             messages.append(record.getMessage())
 
-    handler, logger = Keep(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler, logger = Keep(), rank_zero.log
     logger.addHandler(handler)
     try:
         train_and_keep(folder, 3, "32-true")
