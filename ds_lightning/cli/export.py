@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("CKPT", help="a file, a sharded folder, a folder with `latest`, or a folder of another sharded strategy")
+    add("CKPT", help="a file, a sharded folder, a folder with `latest`, or a folder of DeepSpeed or Lightning's FSDP")
     add("OUT", help="what to write, see below")
     add("--dtype", choices=[*DTYPES], help="of every floating entry of the weights; as stored when left out")
     add("--format", choices=["torch", "safetensors"], help="of a folder (safetensors when left out)")

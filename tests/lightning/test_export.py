@@ -113,6 +113,18 @@ def test_sixteen_bit_weights_are_exported_as_stored_or_wider(tmp_path):
     assert same(load_file(tmp_path / "b.safetensors"), wide) == []
 
 
+@pytest.mark.parametrize("name", ["stage1_bf16", "stage3_fp32", "stage3_bf16_world3_subgroups", "universal_stage3"])
+def test_what_deepspeed_wrote_is_exported(tmp_path, name):
+    source = Path(__file__).parents[1] / "data" / "deepspeed" / name
+    expected = read(source / "reference.pt")["weights"]
+    assert export(source, tmp_path / "w.pt", "--dtype", "fp32") == 0
+    assert export(source, tmp_path / "w.safetensors", "--dtype", "fp32") == 0
+    found, safe = read(tmp_path / "w.pt"), load_file(tmp_path / "w.safetensors")
+    assert same({key: found[key] for key in expected}, dict(expected)) == []
+    assert same(safe, {key: found[key] for key in safe}) == []
+    assert set(found) - set(safe) == {"head.weight"}
+
+
 # transformers -------------------------------------------------------------------------------------------------------
 
 
