@@ -18,6 +18,7 @@ _LAZY = {
     "ZeroStrategy": "ds_lightning.strategy",
     "ZeroPrecision": "ds_lightning.precision.plugin",
     "LossScaleOptions": "ds_lightning.precision.loss_scale",
+    "load_from_checkpoint": "ds_lightning.checkpoint.lightning_module",
     "gathered": "ds_lightning.zero.access",
     "full_param": "ds_lightning.zero.access",
     "full_grad": "ds_lightning.zero.access",
@@ -28,6 +29,7 @@ _LAZY_MODULES = ("callbacks",)
 
 if TYPE_CHECKING:
     from ds_lightning import callbacks
+    from ds_lightning.checkpoint.lightning_module import load_from_checkpoint
     from ds_lightning.precision.loss_scale import LossScaleOptions
     from ds_lightning.precision.plugin import ZeroPrecision
     from ds_lightning.strategy import ZeroStrategy
@@ -44,6 +46,7 @@ __all__ = [
     "full_param",
     "gathered",
     "grad_norms",
+    "load_from_checkpoint",
     "register",
 ]
 

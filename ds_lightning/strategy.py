@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ds_lightning.checkpoint import keys, lightning_io, state
+from ds_lightning.checkpoint import beside, keys, lightning_io, state
+from ds_lightning.checkpoint.deepspeed import pickles
 from ds_lightning.checkpoint.loading import load as load_any
-from ds_lightning.checkpoint.placement import withdraw
+from ds_lightning.checkpoint.placement import remove, withdraw
 from ds_lightning.checkpoint.resume import Resumption
 from ds_lightning.checkpoint.saver import CheckpointSaver, complete
 from ds_lightning.children import end_children
@@ -322,6 +323,8 @@ class ZeroStrategy(DDPStrategy):
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()
+        if self.is_global_zero and fitting and self._weights_beside:
+            self._tell_without_weights(own_format=True)
         if fitting:
             self._saver.open()
             self._hold_schedulers()
@@ -631,10 +634,11 @@ class ZeroStrategy(DDPStrategy):
         """
         if not str(filepath or ""):
             raise CheckpointError("No path for the checkpoint was given.")
+        topology = self._topology or Topology.single(self.root_device)
+        self._saver.answer(topology)
         whole = "optimizer_states" in checkpoint and self._topology is not None
         place = self._resumption.state(*self._run()) if whole else {}
         checkpoint["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), **self._metadata(), **place}
-        topology = self._topology or Topology.single(self.root_device)
         own = type(self.checkpoint_io) is lightning_io.ZeroCheckpointIO and not lightning_io.is_remote(filepath)
         if self._saver.sharded and not own:
             raise CheckpointError(
@@ -646,16 +650,37 @@ class ZeroStrategy(DDPStrategy):
         if not own:
             write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
             self._saver.save_through(write, checkpoint, topology)
+            if self._weights_beside:
+                self._tell_without_weights(own_format=False)
             return
         target = Path(filepath)
-        self._saver.save(checkpoint, target, topology, partial(complete, target, self._folders()))
+        self._saver.save(checkpoint, target, topology, partial(self._complete, target, self._folders()))
+
+    def _complete(self, target: Path, folders: list[Path]) -> None:
+        """On rank 0, perhaps beside training."""
+        dtype = beside.dtype_of(str(self.precision_plugin.precision))
+        if self._weights_beside and dtype is not None:
+            beside.write_weights(target, dtype, pickles.read, _tell)
+        complete(target, folders)
+
+    @property
+    def _weights_beside(self) -> bool:
+        return bool(self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
+    def _tell_without_weights(self, own_format: bool) -> None:
+        reason = beside.why_none(str(self.precision_plugin.precision), own_format)
+        if reason is not None:
+            _tell(reason)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; one under way is completed first. Rank 0 acts."""
-        own = type(self.checkpoint_io) is lightning_io.ZeroCheckpointIO and not lightning_io.is_remote(filepath)
-        action = partial(withdraw, Path(filepath)) if own else partial(self.checkpoint_io.remove_checkpoint, filepath)
-        if self.is_global_zero:
-            self._saver.then(action)
+        if not self.is_global_zero:
+            return
+        if type(self.checkpoint_io) is lightning_io.ZeroCheckpointIO and not lightning_io.is_remote(filepath):
+            self._saver.then(partial(withdraw, Path(filepath)))
+            self._saver.then(partial(remove, beside.weights_path(Path(filepath))))
+        else:
+            self._saver.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     def _folders(self) -> list[Path]:
         """Where this run keeps checkpoints."""
@@ -674,6 +699,8 @@ class ZeroStrategy(DDPStrategy):
         engine, module = self._engine, self.lightning_module
         assert module is not None
         excluded = [n for n, p in module.named_parameters() if not p.requires_grad] if self._exclude_frozen else []
+        every = module.named_parameters(remove_duplicate=False)
+        frozen = keys.strip_compiled({name: None for name, p in every if not p.requires_grad})
         names: list[list[str]] = []
         if engine is not None:
             names = [
@@ -687,6 +714,7 @@ class ZeroStrategy(DDPStrategy):
             "precision": str(self.precision_plugin.precision),
             "skipped_steps": self.skipped_steps,
             "excluded_parameters": excluded,
+            "frozen_parameters": list(frozen),
             "optimizer_parameter_names": names,
         }
 

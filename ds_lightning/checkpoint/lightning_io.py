@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
+from ds_lightning.checkpoint.file_tensors import stand_ins
 from ds_lightning.checkpoint.full import unwritten
 from ds_lightning.checkpoint.placement import make_folder, partial_of, place, remove
 from ds_lightning.errors import CheckpointError
@@ -67,27 +68,46 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         """
         if is_remote(path):
             return dict(super().load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only))
-        source = Path(path)
-        if not source.is_file():
-            kind = "is a directory where a checkpoint file was expected" if source.is_dir() else "does not exist"
-            raise CheckpointError(f"The checkpoint {source} {kind} (working directory {Path.cwd()}).")
-        safe = True if weights_only is None else weights_only
+        return _loaded(Path(path), "cpu", weights_only)
+
+    def load_lazily(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a local file and leave its tensors there: they are logical ones. See [Note: reading without mapping].
+
+        Args:
+            path: the file.
+            weights_only: as for `load_checkpoint`. Tensors inside of objects that are no plain data have no values.
+
+        Raises:
+            CheckpointError: as `load_checkpoint`.
+        """
         try:
-            with torch.serialization.safe_globals(_safe_classes()):
-                loaded: dict[str, Any] = torch.load(source, map_location="cpu", mmap=True, weights_only=safe)
-        except Exception as error:
-            text = str(error)
-            if safe and ("weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text):
-                raise CheckpointError(
-                    f"{source} holds objects that are not plain data, so it is not loaded: unpickling them could run "
-                    "any code. If you trust the file, pass weights_only=False to fit/validate/test/predict. "
-                    f"({text.splitlines()[0]})"
-                ) from error
+            content: dict[str, Any] = stand_ins(_loaded(path, "meta", weights_only), path)
+        except (CheckpointError, ValueError):  # something odd in it, or nothing that can be read at all
+            return _loaded(path, "cpu", weights_only)
+        return content
+
+
+def _loaded(source: Path, device: str, weights_only: bool | None) -> dict[str, Any]:
+    if not source.is_file():
+        kind = "is a directory where a checkpoint file was expected" if source.is_dir() else "does not exist"
+        raise CheckpointError(f"The checkpoint {source} {kind} (working directory {Path.cwd()}).")
+    safe = True if weights_only is None else weights_only
+    try:
+        with torch.serialization.safe_globals(_safe_classes()):
+            loaded: dict[str, Any] = torch.load(source, map_location=device, mmap=True, weights_only=safe)
+    except Exception as error:
+        text = str(error)
+        if safe and ("weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text):
             raise CheckpointError(
-                f"{source} ({source.stat().st_size} bytes) is not a complete checkpoint: it may be truncated, or of "
-                f"another kind. ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
+                f"{source} holds objects that are not plain data, so it is not loaded: unpickling them could run "
+                "any code. If you trust the file, pass weights_only=False to fit/validate/test/predict (ds-lightning "
+                f"export: --trust). ({text.splitlines()[0]})"
             ) from error
-        return loaded
+        raise CheckpointError(
+            f"{source} ({source.stat().st_size} bytes) is not a complete checkpoint: it may be truncated, or of "
+            f"another kind. ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
+        ) from error
+    return loaded
 
 
 def is_remote(path: _PATH) -> bool:

@@ -37,7 +37,7 @@ def load(path: Path, read_file: ReadFile, log: Callable[[str], None]) -> dict[st
     Raises:
         CheckpointError: when there is none, or it is not complete, or of an unknown kind; names what was found.
     """
-    source = _resolved(path, log)
+    source = resolved(path, log)
     if source.is_dir():
         return _from_folder(source, read_file, log)
     _check_is_no_part(source)
@@ -52,7 +52,7 @@ def load(path: Path, read_file: ReadFile, log: Callable[[str], None]) -> dict[st
     )
 
 
-def _resolved(path: Path, log: Callable[[str], None]) -> Path:
+def resolved(path: Path, log: Callable[[str], None]) -> Path:
     """Follow links and `latest`."""
     if path.is_symlink() and not path.exists():
         before = pointed_to(path.parent)

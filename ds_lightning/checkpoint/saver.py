@@ -106,6 +106,15 @@ class CheckpointSaver:
 
     # Writing --------------------------------------------------------------------------------------------------------
 
+    def answer(self, topology: Topology) -> None:
+        """Every rank's hooks have run, or run still and ask for tensors: nothing else may be sent before this is over.
+
+        Collective; the first thing after the hooks.
+        """
+        self._snapshot = self._snapshot or Snapshot(topology)
+        self._parameters = {}
+        self._snapshot.serve()
+
     def save(
         self,
         checkpoint: Mapping[str, Any],
@@ -113,7 +122,7 @@ class CheckpointSaver:
         topology: Topology,
         complete: Callable[[], None],
     ) -> None:
-        """Write a checkpoint to `target`, now or beside training. Collective.
+        """Write a checkpoint to `target`, now or beside training. Collective, after `answer`.
 
         Args:
             checkpoint: rank 0's is written.
@@ -124,7 +133,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: on every rank, when it cannot be written, or when the last one in the background was not.
         """
-        snapshot = self._answered(topology)
+        snapshot = self._taken()
         if topology.rank == 0:
             self.tidy([target.parent])
         beside = self.background and self._open
@@ -149,12 +158,12 @@ class CheckpointSaver:
         return writes[0].snapshot if all(Agreement(topology).everyone(same)) else None
 
     def save_through(self, write: Callable[[Any], None], checkpoint: Mapping[str, Any], topology: Topology) -> None:
-        """Hand a checkpoint of ordinary tensors to somebody else's writer, on rank 0. Collective.
+        """Hand a checkpoint of ordinary tensors to somebody else's writer, on rank 0. Collective, after `answer`.
 
         Raises:
             CheckpointError: on every rank, when it cannot be written.
         """
-        snapshot = self._answered(topology)
+        snapshot = self._taken()
         whole = gathered(checkpoint, snapshot, topology.for_checkpoints())
         problem: str | None = None
         if topology.rank == 0:
@@ -166,12 +175,9 @@ class CheckpointSaver:
         if problem is not None:
             raise CheckpointError(problem)
 
-    def _answered(self, topology: Topology) -> Snapshot:
-        """The snapshot, once every rank's hooks have seen what they wanted."""
-        snapshot = self._snapshot or Snapshot(topology)
-        self._snapshot = None
-        self._parameters = {}
-        snapshot.serve()
+    def _taken(self) -> Snapshot:
+        snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None, "answer comes first"
         return snapshot
 
     def _write(

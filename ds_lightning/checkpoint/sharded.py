@@ -34,7 +34,7 @@ from ds_lightning.checkpoint.snapshot import ShardSource, Snapshot
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.errors import CheckpointError
 from ds_lightning.topology import Topology
-from ds_lightning.zero.logical import LogicalTensor
+from ds_lightning.zero.logical import LogicalTensor, memory
 
 META = "meta.pt"
 METADATA = ".metadata"
@@ -172,8 +172,8 @@ class _Taken:
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         self.places: dict[Path_, tuple[int, int, torch.Size]] = {}
         self.whole: dict[Path_, torch.Tensor] = {}
-        self._weights: dict[int, Path_] = {}  # by `id` of a tensor of the model, its name
         self._names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or []
+        self._first: dict[Any, Path_] = {}
         order: list[tuple[Path_, str | None]] = []
         rest = dict(self._take(dict(checkpoint), (), order))
         rest["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), TENSORS: order}
@@ -194,10 +194,11 @@ class _Taken:
         for key, value in enumerate(item) if indexed else item.items():
             here = (*path, key)
             if self._belongs(value, here):
-                known = None if path[:1] == ("state_dict",) else self._weights.get(id(value))
-                name = known or self._name(here)
-                order.append((here, _dotted(name)))
-                if known is None:
+                name = self._name(here)
+                # One that is tied, or comes again elsewhere, is read by its first name, so that it is one tensor again.
+                first = self._first.setdefault(memory(value), name)
+                order.append((here, _dotted(first)))
+                if first == name or path == ("state_dict",):  # others may read either name of a tied one
                     self._note(name, value)
                 if indexed:
                     kept[key] = None
@@ -223,8 +224,6 @@ class _Taken:
         return path
 
     def _note(self, name: Path_, value: torch.Tensor) -> None:
-        if name[0] == "model":
-            self._weights[id(value)] = name
         if not isinstance(value, LogicalTensor):
             self.whole[name] = value.detach()
         elif value.value is not None or not isinstance(value.source, ShardSource):

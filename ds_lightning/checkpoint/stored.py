@@ -18,10 +18,14 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from ds_lightning.checkpoint.file_tensors import FileSource, Window, source_of
 from ds_lightning.checkpoint.sharded import METADATA
 from ds_lightning.errors import CheckpointError
 from ds_lightning.layout.boxes import boxes, overlap
 from ds_lightning.zero.logical import logical
+
+_SMALL = 1 << 20
+"""Bytes of a chunk that are read at once; of a larger one, only what is asked for."""
 
 _TABLE_CLASSES = {
     ("collections", "OrderedDict"): OrderedDict,
@@ -73,6 +77,7 @@ class StoredFolder:
         self.folder = folder
         self.table = _read_table(folder)
         self._infos: Mapping[MetadataIndex, Any] = self.table.storage_data or {}
+        self._places: dict[MetadataIndex, FileSource | None] = {}
         self._check_files()
 
     def _check_files(self) -> None:
@@ -126,17 +131,41 @@ class StoredFolder:
             shared = [(b, part) for b in wanted if (part := overlap(b, chunk.offsets, chunk.sizes)) is not None]
             if not shared:
                 continue
-            values = self._chunk(name, chunk)
-            if values.numel() == stop - start and shared == [(wanted[0], (chunk.offsets, chunk.sizes))]:
-                return values.reshape(-1)  # just what was asked for: the usual case at the same world size
+            place = self._place(name, chunk)
+            if chunk.sizes.numel() == stop - start and shared == [(wanted[0], (chunk.offsets, chunk.sizes))]:
+                # Just what was asked for: the usual case at the same world size.
+                return self._chunk(name, chunk).reshape(-1) if place is None else place.flat(0, stop - start)
+            values = self._chunk(name, chunk) if place is None else None
             for box, (offsets, sizes) in shared:
                 target = out[box.start - start : box.start - start + box.numel].view(box.sizes)
                 into = _narrowed(target, box.offsets, offsets, sizes)
-                into.copy_(_narrowed(values, chunk.offsets, offsets, sizes))
+                if place is not None:
+                    inside = [offset - base for offset, base in zip(offsets, chunk.offsets, strict=True)]
+                    into.copy_(place.part(inside, sizes))
+                elif values is not None:
+                    into.copy_(_narrowed(values, chunk.offsets, offsets, sizes))
                 found += into.numel()
         if found != stop - start:
             raise CheckpointError(f"The checkpoint {self.folder} is not complete: elements of {name} are missing.")
         return out
+
+    def _place(self, name: str, chunk: Any) -> FileSource | None:
+        """Where the values of a large chunk lie; None for small ones, and where torch does not tell."""
+        index = MetadataIndex(name, chunk.offsets)
+        info = self._infos[index]
+        if info.length <= _SMALL:
+            return None
+        if index not in self._places:
+            path = self.folder / info.relative_path
+            try:
+                with path.open("rb") as file:
+                    window = io.BufferedReader(Window(file, info.offset, info.length))
+                    outline = torch.load(window, map_location="meta", weights_only=True)
+                place = source_of(outline, path, info.offset) if torch.is_tensor(outline) else None
+            except Exception:  # reading all of it tells what is wrong
+                place = None
+            self._places[index] = place if place is not None and place.shape == chunk.sizes else None
+        return self._places[index]
 
     def _chunk(self, name: str, chunk: Any) -> torch.Tensor:
         data = io.BytesIO(self._bytes(MetadataIndex(name, chunk.offsets)))

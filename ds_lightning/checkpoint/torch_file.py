@@ -49,6 +49,12 @@ class StreamedFile:
         self._zip: zipfile.ZipFile | None = None
         self._numbers = {key: pickler.numbers["logical", key] for key in pickler.logical}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        pending = sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.pending)
+        return pending + sum(storage.nbytes() for storage in self._storages.values())
+
     def stage(self) -> None:
         """Copy what is no logical tensor: it may change from now on."""
         self._storages = {number: storage.cpu().clone() for number, storage in self._storages.items()}
@@ -60,7 +66,7 @@ class StreamedFile:
         self._record("data.pkl", [self._pickle.getbuffer()], self._pickle.getbuffer().nbytes)
         self._record("byteorder", [sys.byteorder.encode()], len(sys.byteorder))
         for number, storage in self._storages.items():
-            self._record(f"data/{number}", [_bytes(_as_tensor(storage.cpu()))], storage.nbytes())
+            self._record(f"data/{number}", [memory_of(_as_tensor(storage.cpu()))], storage.nbytes())
 
     def write(self, tensor: LogicalTensor, values: Iterable[torch.Tensor]) -> None:
         """Write the values of a pending tensor.
@@ -70,7 +76,7 @@ class StreamedFile:
             values: its row-major elements in order, as 1-D tensors on CPU, in its dtype.
         """
         number = self._numbers.pop(id(tensor))
-        self._record(f"data/{number}", (_bytes(part) for part in values), tensor.numel() * tensor.dtype.itemsize)
+        self._record(f"data/{number}", (memory_of(part) for part in values), tensor.numel() * tensor.dtype.itemsize)
 
     def write_stored(self) -> None:
         """Write all that is pending by reading it where it is, piece by piece."""
@@ -155,6 +161,7 @@ class _Pickler(pickle.Pickler):
             storage, kind, numel = obj, torch.UntypedStorage, obj.nbytes()
         else:
             return None
+        assert storage.device.type != "meta", "a tensor without values"
         number = self._number("storage", storage._cdata)
         self.storages[number] = storage
         return "storage", kind, number, torch.serialization.location_tag(storage), numel
@@ -168,7 +175,7 @@ def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _bytes(values: torch.Tensor | memoryview | bytes) -> Any:
+def memory_of(values: torch.Tensor | memoryview | bytes) -> Any:
     """The memory of a tensor, without a copy where it is contiguous."""
     if not isinstance(values, torch.Tensor):
         return values

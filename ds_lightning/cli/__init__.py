@@ -1,4 +1,4 @@
-"""The command line: ds-lightning train | check | doctor."""
+"""The command line: ds-lightning train | check | export | doctor."""
 
 import importlib
 import sys
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a model; Hydra overrides follow (zero=stage3 trainer.max_steps=50)",
     "check": "explain a ds_config.json key by key",
+    "export": "make a checkpoint into one Lightning file, or into weights for torch and Hugging Face",
     "doctor": "show versions, devices and native code, and what to do about what is missing",
 }
 

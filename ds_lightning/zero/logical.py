@@ -189,3 +189,15 @@ def flat_range(values: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     if isinstance(values, LogicalTensor):
         return values.flat(start, stop)
     return values.detach().reshape(-1)[start:stop]
+
+
+def memory(values: torch.Tensor) -> object:
+    """What two names of one tensor have in common, and no other tensor has; while it is alive."""
+    if isinstance(values, LogicalTensor):
+        if values.value is None:
+            return "stand-in", id(values)
+        values = values.value
+    if not values.numel() or values.layout != torch.strided:
+        return "object", id(values)
+    storage = values.untyped_storage()._cdata
+    return storage, values.storage_offset(), tuple(values.shape), values.stride(), values.dtype

@@ -106,7 +106,9 @@ class Ours:
     def saver(self, sharded: bool, background: bool) -> Any:
         from ds_lightning.checkpoint.saver import CheckpointSaver
 
-        return CheckpointSaver(sharded, background, lambda text: None)
+        saver = CheckpointSaver(sharded, background, lambda text: None)
+        saver.open()
+        return saver
 
     def save(self, saver: Any, path: Path) -> None:
         sharded = self.engine.sharded(self.optimizer)
@@ -116,7 +118,8 @@ class Ours:
             "optimizer_states": [saver.optimizer_state(self.engine, sharded)],
             "ds_lightning": {"optimizer_parameter_names": names},
         }
-        saver.save(checkpoint, path, self.ranks, True, lambda: None)
+        saver.answer(self.ranks)
+        saver.save(checkpoint, path, self.ranks, lambda: None)
 
     def load(self, path: Path) -> None:
         from ds_lightning.checkpoint import state
@@ -247,7 +250,7 @@ def work(rank: int, world: int, port: int, arguments: argparse.Namespace, folder
             timed(form, "load", lambda path=path: ours.load(path))
             forget(path)
             timed(form, "stall", lambda sharded=sharded, path=path: ours.save(savers[sharded, True], path))
-            timed(form, "rest", savers[sharded, True].wait)
+            timed(form, "rest", lambda sharded=sharded: savers[sharded, True].wait("", ours.ranks))
             forget(path)
         for name, other in others:
             path = Path(folder) / name

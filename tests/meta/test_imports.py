@@ -50,6 +50,7 @@ KNOWS_LIGHTNING = (
     "precision.plugin",
     "checkpoint.data_position",
     "checkpoint.lightning_io",
+    "checkpoint.lightning_module",
     "checkpoint.loop_progress",
     "checkpoint.resume",
     "callbacks",

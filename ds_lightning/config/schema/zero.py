@@ -136,16 +136,14 @@ class ZeroConfig(Block):
         "Keep what is used again within this many elements.",
         at_least=0,
     )
-    stage3_gather_16bit_weights_on_model_save: bool = _stage3(
-        "stage3_gather_16bit_weights_on_model_save",
+    stage3_gather_16bit_weights_on_model_save: bool = key(
         False,
-        "Whole weights in a saved model.",
+        "16-bit weights beside each checkpoint, at any stage; every checkpoint holds whole weights anyway.",
         renamed={
             "stage3_gather_fp16_weights_on_model_save": None,
+            "gather_16bit_weights_on_model_save": None,
             "gather_fp16_weights_on_model_save": None,
         },
-        status="inert",
-        remark="saved models always hold whole weights",
     )
     stage3_module_granularity_threshold: int = _stage3(
         "stage3_module_granularity_threshold",
