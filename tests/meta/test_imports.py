@@ -36,6 +36,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("tune", "launch"),
     ("callbacks",),
     ("trainer_facts", "refusals", "children"),  # the strategy's questions to its Trainer
+    ("checkpointing",),
     ("strategy",),
     ("registration",),
     ("demo",),
