@@ -155,9 +155,8 @@ class _Taken:
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         self.places: dict[Path_, tuple[int, int, torch.Size]] = {}
         self.whole: dict[Path_, torch.Tensor] = {}
-        self._weights: dict[int, Path_] = {}  # by `id` of a tensor of the model, its name
         self._names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or []
-        self._first: dict[Any, Path_] = {}
+        self._first: dict[object, Path_] = {}
         order: list[tuple[Path_, str | None]] = []
         rest = dict(self._take(dict(checkpoint), (), order))
         rest["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), TENSORS: order}
@@ -178,18 +177,13 @@ class _Taken:
         for key, value in enumerate(item) if indexed else item.items():
             here = (*path, key)
             if self._belongs(value, here):
-<<<<<<< HEAD
-                known = None if path[:1] == ("state_dict",) else self._weights.get(id(value))
-                name = known or self._name(here)
-                order.append((here, _dotted(name)))
-                if known is None:
-                    self._note(name, value)
-=======
                 name = self._name(here)
-                # A tied tensor is read by its first name, so that it is one tensor again; others may read either.
-                order.append((here, _dotted(self._first.setdefault(memory(value), name))))
-                self._note(name, value)
->>>>>>> 339bdf6 (Checkpoints are exported: one Lightning file, or weights for torch and Hugging Face, piece by piece)
+                # One tensor of several names is read by the first, so that it is one tensor again. Every name of a
+                # weight has its chunks all the same, for readers that do not know this.
+                first = self._first.setdefault(memory(value), name)
+                order.append((here, _dotted(first)))
+                if name == first or path == ("state_dict",):
+                    self._note(name, value)
                 if indexed:
                     kept[key] = None
             else:
@@ -214,8 +208,6 @@ class _Taken:
         return path
 
     def _note(self, name: Path_, value: torch.Tensor) -> None:
-        if name[0] == "model":
-            self._weights[id(value)] = name
         if not isinstance(value, LogicalTensor):
             self.whole[name] = value.detach()
         elif value.value is not None or not isinstance(value.source, ShardSource):
