@@ -173,7 +173,7 @@ class _Taken:
         self.places: dict[Path_, tuple[int, int, torch.Size]] = {}
         self.whole: dict[Path_, torch.Tensor] = {}
         self._names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or []
-        self._first: dict[Any, Path_] = {}
+        self._first: dict[object, Path_] = {}
         order: list[tuple[Path_, str | None]] = []
         rest = dict(self._take(dict(checkpoint), (), order))
         rest["ds_lightning"] = {**checkpoint.get("ds_lightning", {}), TENSORS: order}
@@ -195,10 +195,11 @@ class _Taken:
             here = (*path, key)
             if self._belongs(value, here):
                 name = self._name(here)
-                # One that is tied, or comes again elsewhere, is read by its first name, so that it is one tensor again.
+                # One tensor of several names is read by the first, so that it is one tensor again. Every name of a
+                # weight has its chunks all the same, for readers that do not know this.
                 first = self._first.setdefault(memory(value), name)
                 order.append((here, _dotted(first)))
-                if first == name or path == ("state_dict",):  # others may read either name of a tied one
+                if name == first or path == ("state_dict",):
                     self._note(name, value)
                 if indexed:
                     kept[key] = None

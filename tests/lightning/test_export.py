@@ -125,6 +125,24 @@ def test_what_deepspeed_wrote_is_exported(tmp_path, name):
     assert set(found) - set(safe) == {"head.weight"}
 
 
+def save_average(folder):
+    run = trainer(3, steps=3, zero=SHARDED, callbacks=[dsl.callbacks.EMA(decay=0.5)])
+    run.fit(Model(), loader())
+    run.save_checkpoint(f"{folder}/sharded.ckpt")
+    run.strategy._saver.sharded = False
+    run.save_checkpoint(f"{folder}/full.ckpt")
+
+
+def test_averaged_weights_are_exported_by_their_key(tmp_path):
+    run_ranks(save_average, 2, str(tmp_path))
+    full = read(tmp_path / "full.ckpt")
+    average = dict(full["ema"]["state_dict"])
+    assert same(average, dict(full["state_dict"])) != []
+    for source in ("full.ckpt", "sharded.ckpt"):
+        assert export(tmp_path / source, tmp_path / f"{source}.pt", "--key", "ema.state_dict") == 0
+        assert same(read(tmp_path / f"{source}.pt"), average) == []
+
+
 # transformers -------------------------------------------------------------------------------------------------------
 
 
