@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_lightning.cli import main
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SMALL_GPT = ["--steps=4", "--width=32", "--layers=2"]
@@ -53,6 +55,16 @@ def test_train_gpt_saves_and_resumes_at_another_stage(run, strategies):
         "--resume=checkpoints/gpt.ckpt",
     )
     assert "saved" in resumed
+
+
+def test_checkpoints_are_resumed_on_another_number_of_ranks_and_exported(run, tmp_path):
+    assert "after 4 steps" in run("checkpoints.py", *SMALL_GPT)
+    words = ["--resume=last", "--devices=1", "--stage=1", "--steps=8"]
+    assert "after 8 steps" in run("checkpoints.py", *words, *SMALL_GPT[1:])
+    assert (tmp_path / "checkpoints" / "last.ckpt" / ".metadata").is_file()
+    out = tmp_path / "gpt.safetensors"
+    assert main(["export", str(tmp_path / "checkpoints" / "last.ckpt"), str(out), "--key", "ema.state_dict"]) == 0
+    assert out.is_file()
 
 
 @pytest.mark.parametrize("strategy", ["dszero2", "ddp_find_unused_parameters_true"])

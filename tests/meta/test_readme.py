@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from ds_lightning.cli.model_states import bytes_per_parameter
 
@@ -110,12 +111,15 @@ def test_pytest_is_what_ci_runs():
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line not in SET_UP and line != "pytest"])
-def test_command(run, command):
+def test_command(run, command, tmp_path):
     words = shlex.split(command)
     if words[:2] == ["ds-lightning", "train"]:
         words += SHORTER
     elif words[0] == "python":
         words += SHORTER_APP
+    elif words[:2] == ["ds-lightning", "export"]:
+        (tmp_path / "checkpoints").mkdir()
+        torch.save({"state_dict": {"model.weight": torch.ones(2, 3)}}, tmp_path / words[2])
     done = run(*words)
     assert done.returncode == 0, done.stdout + done.stderr
 
