@@ -41,9 +41,8 @@ def main() -> None:
     trainer.fit(model, data, ckpt_path=args.resume)
     if trainer.is_global_zero:
         loss = trainer.callback_metrics["val_loss"]
-        print(
-            f"held-out loss of the averages {loss:.3f} after {trainer.global_step} steps, saved {saving.last_model_path}"
-        )
+        steps, last = trainer.global_step, saving.last_model_path
+        print(f"held-out loss of the averages {loss:.3f} after {steps} steps, saved {last}")
 
 
 if __name__ == "__main__":
