@@ -1,6 +1,8 @@
 """Trainers in the ranks of the pool, and a small model with everything a checkpoint must carry."""
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core import rank_zero
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -241,6 +244,28 @@ class AtTrainStart(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.result = self.call(trainer, pl_module)
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What Lightning and we tell on rank 0 meanwhile, whatever other tests have done to the log."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    messages: list[str] = []
+    log, handler = rank_zero.log, Keep()
+    level, disabled = log.level, log.disabled
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.disabled = False
+    try:
+        yield messages
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.disabled = disabled
 
 
 def full_weights(model: pl.LightningModule) -> dict[str, torch.Tensor]:

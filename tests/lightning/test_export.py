@@ -1,14 +1,12 @@
 """What runs save, exported: back in plain Lightning, in torch and in transformers; and weights beside checkpoints."""
 
 import json
-import logging
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_utilities.core import rank_zero
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -16,7 +14,7 @@ from torch.utils.data import DataLoader
 import ds_lightning as dsl
 from ds_lightning.cli import main
 from ds_lightning.errors import CheckpointError
-from tests.lightning.runs import AtTrainStart, Model, loader, same, trainer
+from tests.lightning.runs import AtTrainStart, Model, listening, loader, same, trainer
 from tests.lightning.test_checkpoints import compare, copy_run
 from tests.pool import run_ranks
 
@@ -360,18 +358,8 @@ def test_weights_that_were_not_asked_for_or_make_no_sense_are_not_written(tmp_pa
 
 
 def told(folder):
-    messages = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            messages.append(record.getMessage())
-
-    handler, logger = Keep(), rank_zero.log
-    logger.addHandler(handler)
-    try:
+    with listening() as messages:
         train_and_keep(folder, 3, "32-true")
-    finally:
-        logger.removeHandler(handler)
     return messages
 
 

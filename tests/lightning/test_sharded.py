@@ -1,7 +1,5 @@
 """Sharded folders: written from shards, read by anyone at any stage, world size and precision."""
 
-import io
-import logging
 import pickle
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from ds_lightning.checkpoint import stored
 from ds_lightning.checkpoint.lightning_io import ZeroCheckpointIO
 from ds_lightning.checkpoint.loading import load
 from ds_lightning.errors import CheckpointError
-from tests.lightning.runs import WIDTH, AtTrainStart, Model, full_weights, loader, same, trainer
+from tests.lightning.runs import WIDTH, AtTrainStart, Model, full_weights, listening, loader, same, trainer
 from tests.lightning.test_checkpoints import compare, copy_runs
 from tests.pool import run_ranks
 
@@ -346,14 +344,12 @@ def load_misfit(path):
             self.extra = nn.Linear(2, 2)
             del self.unused
 
-    said = io.StringIO()
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    log.addHandler(logging.StreamHandler(said))
     start = AtTrainStart(lambda _, model: (full_weights(model)["gain"], moments(model)))
     run = trainer(3, steps=4, callbacks=[start])
-    run.fit(Partial(), loader(), ckpt_path=path)
+    with listening() as messages:
+        run.fit(Partial(), loader(), ckpt_path=path)
     assert run.global_step == 4
-    return said.getvalue(), *start.result
+    return "\n".join(messages), *start.result
 
 
 def moments(model):
