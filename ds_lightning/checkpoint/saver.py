@@ -44,13 +44,14 @@ class CheckpointSaver:
         self._snapshot: Snapshot | None = None
         self._parameters: dict[str, torch.Tensor] = {}  # of the snapshot, by canonical name
         self._writer = BackgroundWriter()
+        self._staged: Snapshot | None = None  # the last copies: their memory serves the next ones
         self._begun = False  # whether a write was begun in the background and not yet waited for; the same on all ranks
         self._open = False
         self._tidied: set[Path] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """What points into an engine belongs to its process."""
-        return {**self.__dict__, "_snapshot": None, "_begun": False, "_open": False}
+        return {**self.__dict__, "_snapshot": None, "_staged": None, "_begun": False, "_open": False}
 
     def open(self) -> None:
         """Training begins: until `finish`, checkpoints may be written beside it."""
@@ -140,7 +141,9 @@ class CheckpointSaver:
         copies = self._copies(snapshot, topology) if beside else None
         if copies is None:
             self.wait(f"{target} is saved", topology)
-            copies = snapshot.staged() if beside else snapshot
+            copies = snapshot
+            if beside:
+                copies = self._staged = snapshot.staged(self._staged)
         write = self._write(checkpoint, target, copies, topology.for_checkpoints(), complete)
         if beside:
             write.stage()
@@ -244,6 +247,7 @@ class CheckpointSaver:
             CheckpointError: on every rank, when it failed on one of them, and nothing else did before.
         """
         self._open = False
+        self._staged = None
         self._drop_snapshot()
         if not failed:
             self.wait("the end of the run", topology or Topology.single())

@@ -59,9 +59,18 @@ class Vector:
             own[first - start : first - start + values.numel()].copy_(values)
         return own
 
-    def staged(self) -> Vector:
-        """The same with copies on CPU, in pinned memory where they come from a GPU."""
-        return dataclasses.replace(self, pieces=tuple((first, _copied(values)) for first, values in self.pieces))
+    def staged(self, buffers: Sequence[torch.Tensor] = ()) -> Vector:
+        """The same with copies on CPU, in pinned memory where they come from a GPU.
+
+        Args:
+            buffers: memory for the copies of each piece, used where it fits.
+        """
+        copies = [
+            _copied(values, buffers[place] if place < len(buffers) else None)
+            for place, (_, values) in enumerate(self.pieces)
+        ]
+        firsts = (first for first, _ in self.pieces)
+        return dataclasses.replace(self, pieces=tuple(zip(firsts, copies, strict=True)))
 
     def same(self, other: Vector) -> bool:
         """Whether both hold the same bits on this rank."""
@@ -77,9 +86,10 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.detach().cpu().contiguous().view(torch.uint8)  # compared as numbers, NaN would be no NaN
 
 
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return copy.copy_(values, non_blocking=values.is_cuda)
+def _copied(values: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+        buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return buffer.copy_(values, non_blocking=values.is_cuda)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +160,18 @@ class Snapshot:
         self._open = False
         self._cached = None
 
-    def staged(self) -> Snapshot:
-        """The same with copies of this rank's values on CPU: the model may go on."""
+    def staged(self, before: Snapshot | None = None) -> Snapshot:
+        """The same with copies of this rank's values on CPU: the model may go on.
+
+        Args:
+            before: an earlier one that nobody needs any more; its memory is used again. New memory costs more than the
+                copy: on CPUs pages fault in, and GPUs want it pinned.
+        """
         copy = Snapshot(self.topology)
-        copy.vectors = [vector.staged() for vector in self.vectors]
+        old = [[values for _, values in vector.pieces] for vector in before.vectors] if before is not None else []
+        copy.vectors = [
+            vector.staged(old[place] if place < len(old) else ()) for place, vector in enumerate(self.vectors)
+        ]
         copy.close()
         if any(values.is_cuda for vector in self.vectors for _, values in vector.pieces):
             torch.cuda.current_stream().synchronize()

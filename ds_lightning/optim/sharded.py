@@ -271,14 +271,14 @@ class ShardedOptimizer:
             if run.gradients is not gradients:
                 self.runs.append(run)
                 continue
-            self.optimizer.state.pop(run.parameter, None)
+            before = self.optimizer.state.pop(run.parameter, {})
             found = [states.get(gradients.unit.slots[slot].name) for slot in run.slots]
             parts = [run] if len(run.slots) == 1 or _mergeable(found) else self._split(run)
             self.runs += parts
             for part in parts:
-                self._load_run(part, states)
+                self._load_run(part, states, before if part is run else {})
 
-    def _load_run(self, run: Run, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def _load_run(self, run: Run, states: Mapping[str, Mapping[str, Any]], before: Mapping[str, Any]) -> None:
         unit = run.gradients.unit
         state: dict[str, Any] = {}
         first = states.get(unit.slots[run.slots[0]].name)
@@ -293,8 +293,10 @@ class ShardedOptimizer:
                 state[key] = value
                 continue
             dtype = run.parameter.dtype if value.is_floating_point() else value.dtype
-            with torch.inference_mode(False):
-                target = torch.zeros(run.parameter.shape, dtype=dtype, device=run.parameter.device)
+            target = before.get(key)  # its memory serves again
+            if not torch.is_tensor(target) or target.shape != run.parameter.shape or target.dtype != dtype:
+                with torch.inference_mode(False):
+                    target = torch.zeros(run.parameter.shape, dtype=dtype, device=run.parameter.device)
             for slot in run.slots:
                 place = unit.slots[slot]
                 start, stop = run.overlap(slot)
