@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning.fabric.utilities.types import _PATH
 from ds_lightning.checkpoint.file_tensors import stand_ins
 from ds_lightning.checkpoint.full import unwritten
 from ds_lightning.checkpoint.placement import make_folder, partial_of, place, remove
+from ds_lightning.checkpoint.plain_data import trusted
 from ds_lightning.errors import CheckpointError
 
 
@@ -61,7 +61,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         Args:
             path: the file.
             map_location: ignored for local files: each rank copies what it owns to its device.
-            weights_only: None means True for local files. Containers of OmegaConf are safe and always allowed.
+            weights_only: None means True for local files: plain data only, see `checkpoint/plain_data.py`.
 
         Raises:
             CheckpointError: when there is no such file, or it is no complete checkpoint.
@@ -93,16 +93,21 @@ def _loaded(source: Path, device: str, weights_only: bool | None) -> dict[str, A
         raise CheckpointError(f"The checkpoint {source} {kind} (working directory {Path.cwd()}).")
     safe = True if weights_only is None else weights_only
     try:
-        with torch.serialization.safe_globals(_safe_classes()):
+        classes, others = trusted(source) if safe else ([], [])
+        if others:
+            raise CheckpointError(
+                f"{source} holds objects that are not plain data, so it is not loaded: unpickling them could run any "
+                "code. If you trust the file, pass weights_only=False to fit/validate/test/predict (ds-lightning "
+                f"export: --trust), or torch.serialization.add_safe_globals these: {', '.join(others)}."
+            )
+        with torch.serialization.safe_globals(classes):
             loaded: dict[str, Any] = torch.load(source, map_location=device, mmap=True, weights_only=safe)
+    except CheckpointError:
+        raise
     except Exception as error:
         text = str(error)
-        if safe and ("weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text):
-            raise CheckpointError(
-                f"{source} holds objects that are not plain data, so it is not loaded: unpickling them could run "
-                "any code. If you trust the file, pass weights_only=False to fit/validate/test/predict (ds-lightning "
-                f"export: --trust). ({text.splitlines()[0]})"
-            ) from error
+        if "WeightsUnpickler" in text or "weights_only" in text:
+            text = text.splitlines()[-1]
         raise CheckpointError(
             f"{source} ({source.stat().st_size} bytes) is not a complete checkpoint: it may be truncated, or of "
             f"another kind. ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
@@ -113,16 +118,3 @@ def _loaded(source: Path, device: str, weights_only: bool | None) -> dict[str, A
 def is_remote(path: _PATH) -> bool:
     """Whether a path is a URL."""
     return "://" in str(path)
-
-
-def _safe_classes() -> list[Any]:
-    """Classes that Lightning checkpoints contain when hyper-parameters came from Hydra; they hold data only."""
-    classes: list[Any] = [defaultdict]
-    try:
-        from omegaconf import DictConfig, ListConfig, nodes
-        from omegaconf.base import ContainerMetadata, Metadata
-    except ImportError:
-        return classes
-    classes += [DictConfig, ListConfig, ContainerMetadata, Metadata, Any, dict, list, int, float, str, bool, bytes]
-    names = ("AnyNode", "IntegerNode", "FloatNode", "StringNode", "BooleanNode", "BytesNode", "PathNode")
-    return classes + [getattr(nodes, name) for name in names if hasattr(nodes, name)]
