@@ -13,13 +13,15 @@ import lightning
 import torch
 from tqdm import tqdm
 
+from ds_lightning.checkpoint.deepspeed.universal import write_universal
 from ds_lightning.checkpoint.destination import Destination
 from ds_lightning.checkpoint.export import Exported, Progress, export
 from ds_lightning.checkpoint.lightning_io import ZeroCheckpointIO, is_remote
 from ds_lightning.checkpoint.loading import load, resolved
 from ds_lightning.checkpoint.weights import STATE_DICT, Choice
-from ds_lightning.errors import ConfigError
+from ds_lightning.errors import CheckpointError, ConfigError
 
+UNIVERSAL = "universal"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -29,6 +31,7 @@ What OUT is to be is told by its suffix:
   NAME.pt, .pth, .bin     weights: a plain state_dict for torch.load
   NAME.safetensors        weights
   NAME                    weights: a folder in Hugging Face's layout, in files of at most --max-shard-size
+  NAME --format universal weights and optimizer states: a folder in DeepSpeed's universal layout
 
 Tensors are read and written piece by piece: memory does not grow with the checkpoint. Nothing is at OUT before all of
 it is there. A tensor with several names is stored once.
@@ -45,6 +48,8 @@ def run(arguments: Sequence[str]) -> int:
     for path in (options.CKPT, options.OUT):
         if is_remote(path):
             raise ConfigError(f"export works on local files, not on {path}. Copy it here first.")
+    if options.format == UNIVERSAL:
+        return _universal(options)
     destination = Destination.of(Path(options.OUT), options.format, options.max_shard_size, options.overwrite)
     source = resolved(Path(options.CKPT), _tell)
     destination.check_apart(source)
@@ -60,6 +65,27 @@ def run(arguments: Sequence[str]) -> int:
     with _progress(destination.path.name) as begin:
         exported = export(checkpoint, destination, choice, begin)
     print("\n".join(_lines(exported)))
+    return 0
+
+
+def _universal(options: argparse.Namespace) -> int:
+    """Weights and optimizer states for DeepSpeed."""
+    only_for_weights = ("dtype", "max_shard_size", "exclude_frozen", "strip_prefix", "overwrite")
+    given = [f"--{name.replace('_', '-')}" for name in only_for_weights if getattr(options, name)]
+    if given or options.key != STATE_DICT:
+        raise ConfigError(
+            f"--format {UNIVERSAL} is the whole checkpoint for DeepSpeed. Leave out {', '.join(given) or '--key'}."
+        )
+    target = Path(options.OUT)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists already. Choose another name.")
+    source = resolved(Path(options.CKPT), _tell)
+    read = partial(ZeroCheckpointIO().load_checkpoint, weights_only=False if options.trust else None)
+    write_universal(load(source, read, _tell), target)
+    print(
+        f"{target}: a universal checkpoint. In DeepSpeed: checkpoint.load_universal: true, and "
+        f"engine.load_checkpoint({str(target.parent)!r}, tag={target.name!r})"
+    )
     return 0
 
 
@@ -83,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("CKPT", help="a file, a sharded folder, a folder with `latest`, or a folder of DeepSpeed or Lightning's FSDP")
     add("OUT", help="what to write, see below")
     add("--dtype", choices=[*DTYPES], help="of every floating entry of the weights; as stored when left out")
-    add("--format", choices=["torch", "safetensors"], help="of a folder (safetensors when left out)")
+    add("--format", choices=["torch", "safetensors", UNIVERSAL], help="of a folder (safetensors when left out)")
     add("--max-shard-size", type=_size, metavar="SIZE", help="most bytes in a file of a folder: 5GB, 500MB, 2GiB (5GB)")
     add("--key", default=STATE_DICT, help="where in the checkpoint the weights are, e.g. an average (%(default)s)")
     add("--strip-prefix", default="", metavar="PREFIX", help="take PREFIX off the names: 'model.' for self.model")

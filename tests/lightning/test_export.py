@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ds_lightning as dsl
+from ds_lightning.checkpoint.deepspeed.convert import DeepSpeedCheckpoint
 from ds_lightning.cli import main
 from ds_lightning.errors import CheckpointError
 from tests.lightning.runs import AtTrainStart, Model, listening, loader, same, trainer
@@ -380,3 +381,20 @@ def test_exported_weights_start_a_run(saved, tmp_path):
     (found,) = run_ranks(start_from_weights, 1, str(tmp_path))
     expected = read(saved / "full.ckpt")["state_dict"]
     assert same(found, {name: expected[name] for name in found}) == []
+
+
+def test_deepspeeds_universal_layout_holds_weights_and_moments(saved, tmp_path):
+    assert export(saved / "sharded.ckpt", tmp_path / "universal", "--format", "universal") == 0
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    expected = read(saved / "full.ckpt")
+    found = DeepSpeedCheckpoint(tmp_path / "universal")
+    names = expected["ds_lightning"]["optimizer_parameter_names"][0]
+    states = expected["optimizer_states"][0]["state"]
+    assert len(states) > 5
+    for number, state in states.items():
+        assert torch.equal(found.parameter(names[number]), expected["state_dict"][names[number]])
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found.state(names[number])[key], state[key]), (names[number], key)
+    assert export(saved / "sharded.ckpt", tmp_path / "universal", "--format", "universal") == 2
+    assert export(saved / "sharded.ckpt", tmp_path / "other", "--format", "universal", "--dtype", "bf16") == 2
+    assert not (tmp_path / "other").exists()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_lightning.checkpoint.placement import partial_of, place, remove, sync
 from ds_lightning.errors import CheckpointError
 
 # The versions of DeepSpeed and of its universal format whose layout this is.
@@ -48,6 +50,30 @@ def write_universal(
     names = _names_of(checkpoint, parameter_names, groups, weights)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Give a new folder, so that no two checkpoints are mixed.")
+    unfinished = partial_of(target)
+    try:
+        remove(unfinished)
+        _write_into(unfinished, checkpoint, groups, states, names)
+        sync(unfinished)
+        place(unfinished, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written: {type(error).__name__}: {error}. Free some space or choose another place."
+        ) from error
+    finally:
+        with suppress(OSError):
+            remove(unfinished)
+    (target.parent / "latest_universal").write_text(target.name)
+
+
+def _write_into(
+    target: Path,
+    checkpoint: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[int, Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> None:
+    weights = checkpoint["state_dict"]
     zero = target / "zero"
     zero.mkdir(parents=True)
 
@@ -75,7 +101,6 @@ def write_universal(
     model = _model_states(checkpoint, groups, names)
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # of stages 1, 2 and of 3
         torch.save(model, target / file)
-    (target.parent / "latest_universal").write_text(target.name)
 
 
 def _optimizer_of(checkpoint: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
