@@ -41,7 +41,7 @@ class FileSource:
     @property
     def is_contiguous(self) -> bool:
         """Whether row-major ranges are ranges of the file."""
-        return self.stride == _row_major(self.shape)
+        return self.stride == row_major(self.shape)
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
         """Row-major elements `[start, stop)`; of a tensor that lies otherwise in the file, all of it is read."""
@@ -162,7 +162,8 @@ class Window(io.RawIOBase):
         return len(data)
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])

@@ -4,6 +4,7 @@
 |---|---|
 | `__R_0.distcp` | what rank R owns, as ordinary chunks of N-dimensional tensors: see `layout/boxes.py` |
 | `.metadata` | torch's table of chunks |
+| `__R_0.json` | where in that file the values lie: readers that know it need not unpickle each chunk |
 | `meta.pt` | everything that is no tensor of the model or its optimizers, in Lightning's usual place |
 
 Tensors are named `model.NAME` and `optimizer_I.state.NAME.KEY`, as Lightning's own strategies name them, so `dcp.load`,
@@ -14,11 +15,14 @@ depends on the stage, the number of ranks or the precision.
 from __future__ import annotations
 
 import io
+import json
 import os
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +42,10 @@ from ds_lightning.zero.logical import LogicalTensor, memory
 
 META = "meta.pt"
 METADATA = ".metadata"
+PLACES = ".json"
+"""Suffix of a file beside each of chunks: where in it the values of each lie, so that ranges can be read directly."""
+LEAST_NOTED = 4096
+"""Bytes of the smallest values whose place is noted."""
 TENSORS = "tensors"
 """Key in `meta.pt["ds_lightning"]`: for each tensor that was taken out, its path in the checkpoint and its name."""
 
@@ -117,13 +125,17 @@ class ShardedWrite:
         tensors = {name: self.snapshot.tensor(*place) for name, place in places.items()}
         if self._taken is not None:
             tensors.update(self._taken.whole)
+        alone = self._ranks.world_size == 1
         try:
-            save(
-                _nested(tensors),
-                storage_writer=_Writer(folder),
-                process_group=self._ranks.data_group,
-                no_dist=self._ranks.world_size == 1,
-            )
+            with warnings.catch_warnings() if alone else nullcontext():
+                if alone:  # torch warns of what it was told
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                save(
+                    _nested(tensors),
+                    storage_writer=_Writer(folder),
+                    process_group=self._ranks.data_group,
+                    no_dist=alone,
+                )
         except CheckpointException as error:  # torch tells every rank of every rank's failure
             rank, (cause, _) = next(iter(error.failures.items()))
             return unwritten(self.target, RuntimeError(f"rank {rank}: {type(cause).__name__}: {cause}"))
@@ -253,23 +265,67 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items to one file."""
         results: list[WriteResult] = []
+        places: dict[str, list[tuple[tuple[int, ...], int]]] = {}
         if plan.items:
             name = f"{plan.storage_data.prefix}0.distcp"
-            with open(Path(self.path) / name, "wb") as stream:
+            with open(Path(self.path) / name, "wb") as file:
+                stream = _Noting(file)
                 for item in plan.items:
-                    start = stream.tell()
+                    start = stream.position
                     data = planner.resolve_data(item)
                     if isinstance(data, io.BytesIO):
                         stream.write(data.getbuffer())
                     else:
-                        torch.save(_alone(data), stream)
-                    length = stream.tell() - start
+                        stream.expect(data.nbytes)
+                        torch.save(_alone(data), cast("IO[bytes]", stream))
+                        if stream.found is not None:
+                            place = (tuple(item.index.offset or (0,) * data.ndim), stream.found)
+                            places.setdefault(item.index.fqn, []).append(place)
+                    length = stream.position - start
                     results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-                stream.flush()
-                os.fsync(stream.fileno())
+                file.flush()
+                os.fsync(file.fileno())
+            with (Path(self.path) / name).with_suffix(PLACES).open("w") as table:
+                json.dump(places, table)
+                table.flush()
+                os.fsync(table.fileno())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+
+class _Noting:
+    """A file that notes where the values of a tensor lie in what `torch.save` writes: one write of just their size.
+
+    Args:
+        file: the file.
+
+    Attributes:
+        position: bytes written.
+        found: where the values began.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._expected = 0
+        self.position = 0
+        self.found: int | None = None
+
+    def expect(self, nbytes: int) -> None:
+        """Values of so many bytes come next; few ones could be mistaken for headers."""
+        self._expected = nbytes if nbytes >= LEAST_NOTED else -1
+        self.found = None
+
+    def write(self, data: Any) -> int:
+        """Write, as in every file."""
+        nbytes = memoryview(data).nbytes
+        if nbytes == self._expected and self.found is None:
+            self.found = self.position
+        self.position += nbytes
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """As in every file."""
 
 
 def _alone(values: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ classes of the table itself are made. A table may name any path for its chunks; 
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from ds_lightning.checkpoint.file_tensors import FileSource, Window, source_of
-from ds_lightning.checkpoint.sharded import METADATA
+from ds_lightning.checkpoint.file_tensors import FileSource, Window, row_major, source_of
+from ds_lightning.checkpoint.sharded import METADATA, PLACES
 from ds_lightning.errors import CheckpointError
 from ds_lightning.layout.boxes import boxes, overlap
 from ds_lightning.zero.logical import logical
@@ -79,6 +80,30 @@ class StoredFolder:
         self._infos: Mapping[MetadataIndex, Any] = self.table.storage_data or {}
         self._places: dict[MetadataIndex, FileSource | None] = {}
         self._check_files()
+        self._take_places()
+
+    def _take_places(self) -> None:
+        """What `__R_0.json` say, where they agree with the table."""
+        for path in sorted(self.folder.glob(f"__*{PLACES}")):
+            try:
+                for name, chunks in json.loads(path.read_text()).items():
+                    for offsets, start in chunks:
+                        index = MetadataIndex(name, torch.Size(offsets))
+                        self._places[index] = self._noted(index, int(start))
+            except (AttributeError, KeyError, OSError, StopIteration, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} does not fit the chunks beside it: {type(error).__name__}: {error}. Without that file the "
+                    "checkpoint is read in another way."
+                ) from error
+
+    def _noted(self, index: MetadataIndex, start: int) -> FileSource:
+        entry, info = self.table.state_dict_metadata[index.fqn], self._infos[index]
+        assert isinstance(entry, TensorStorageMetadata)
+        shape = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        dtype = entry.properties.dtype
+        if not info.offset <= start <= info.offset + info.length - shape.numel() * dtype.itemsize:
+            raise ValueError(f"{index.fqn} does not lie at {start}")
+        return FileSource(self.folder / info.relative_path, start, shape, row_major(shape), dtype)
 
     def _check_files(self) -> None:
         """Every chunk lies within a file of the folder."""
@@ -153,9 +178,9 @@ class StoredFolder:
         """Where the values of a large chunk lie; None for small ones, and where torch does not tell."""
         index = MetadataIndex(name, chunk.offsets)
         info = self._infos[index]
-        if info.length <= _SMALL:
-            return None
         if index not in self._places:
+            if info.length <= _SMALL:
+                return None
             path = self.folder / info.relative_path
             try:
                 with path.open("rb") as file:

@@ -290,7 +290,7 @@ class Late(Model):
 
 
 def test_a_file_with_objects_needs_trust(tmp_path):
-    torch.save({"state_dict": Model().state_dict(), "hyper_parameters": {"seed": 2}, "path": Path("x")}, tmp_path / "a")
+    torch.save({"state_dict": Model().state_dict(), "hyper_parameters": {"seed": 2}, "call": print}, tmp_path / "a")
     with pytest.raises(CheckpointError, match="not plain data"):
         dsl.load_from_checkpoint(Model, tmp_path / "a")
     made = dsl.load_from_checkpoint(Model, tmp_path / "a", weights_only=False)
