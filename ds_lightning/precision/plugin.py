@@ -284,7 +284,8 @@ class ZeroPrecision(Precision):
             checkpoint["MixedPrecision"] = self.loss_scaler.grad_scaler_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with a saved loss scale, ours or a `GradScaler`'s."""
+        """Go on with a saved loss scale, ours or a `GradScaler`'s, and with the count of skipped steps."""
+        self.skipped_steps = checkpoint.get("ds_lightning", {}).get("skipped_steps", 0)
         if self.loss_scaler is None:
             return
         if "ZeroPrecision" in checkpoint:

@@ -413,6 +413,19 @@ def test_bf16_skips_a_non_finite_gradient_if_asked_to():
     run_ranks(bf16_overflow, 2, {"bf16": {"enabled": True, "check_grad_overflow": True}})
 
 
+def skips_of_a_resumed_run(folder: str) -> None:
+    config = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    first = fit(Planted((2,), 1), zero(3, config), precision="bf16-mixed")
+    first.save_checkpoint(f"{folder}/a.ckpt")
+    trainer = common.make_trainer(zero(1, config), precision="bf16-mixed", max_epochs=2)
+    trainer.fit(Planted(), common.data(), ckpt_path=f"{folder}/a.ckpt")
+    assert first.strategy.skipped_steps == trainer.strategy.skipped_steps == 1
+
+
+def test_skipped_steps_are_counted_on_in_a_resumed_run(tmp_path):
+    run_ranks(skips_of_a_resumed_run, 2, str(tmp_path))
+
+
 class Step(Net):
     """A norm is reported in every precision."""
 
