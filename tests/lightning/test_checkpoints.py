@@ -142,10 +142,11 @@ def test_the_loss_scale_goes_on_at_another_stage_and_world_size(tmp_path):
 # Unbroken and resumed -----------------------------------------------------------------------------------------------
 
 
-def unbroken_and_resumed(folder, stage, precision, optimizer="adamw"):
+def unbroken_and_resumed(folder, stage, precision, form="full"):
     def train(epochs, source=None, seed=1):
-        model = Model(optimizer, seed=seed)
+        model = Model(seed=seed)
         options = {"max_epochs": epochs, "limit_train_batches": 3, "accumulate_grad_batches": 2}
+        options["zero"] = {"checkpoint": form}
         run = trainer(stage, precision, steps=-1, gradient_clip_val=0.5, **options)
         run.fit(model, loader(1), ckpt_path=source)
         return run, model

@@ -16,7 +16,7 @@ from ds_lightning.checkpoint.lightning_io import ZeroCheckpointIO
 from ds_lightning.checkpoint.loading import load
 from ds_lightning.errors import CheckpointError
 from tests.lightning.runs import WIDTH, AtTrainStart, Model, full_weights, listening, loader, same, trainer
-from tests.lightning.test_checkpoints import compare, copy_runs
+from tests.lightning.test_checkpoints import compare, copy_runs, unbroken_and_resumed
 from tests.pool import run_ranks
 
 SHARDED = {"checkpoint": "sharded"}
@@ -90,28 +90,9 @@ def test_every_kind_of_optimizer_state_is_in_a_folder(tmp_path, optimizer):
     assert compare(tmp_path / "full.ckpt", tmp_path / "3-1-32-true.ckpt") == []
 
 
-def unbroken_and_resumed(folder, stage, precision):
-    def train(epochs, source=None, seed=1):
-        model = Model(seed=seed)
-        options = {"max_epochs": epochs, "limit_train_batches": 3, "accumulate_grad_batches": 2, "zero": SHARDED}
-        run = trainer(stage, precision, steps=-1, gradient_clip_val=0.5, **options)
-        run.fit(model, loader(1), ckpt_path=source)
-        return run, model
-
-    path = f"{folder}/{stage}-{precision}.ckpt"
-    _, model = train(4)
-    expected, losses = full_weights(model), model.losses
-    half, _ = train(2)
-    half.save_checkpoint(path)
-    run, model = train(4, path, seed=2)
-    assert model.losses == losses[6:], "the losses differ"
-    assert run.lr_scheduler_configs[0].scheduler.last_epoch == run.global_step == 8
-    return same(expected, full_weights(model))
-
-
 @pytest.mark.parametrize(("stage", "precision"), [(3, "32-true"), (1, "16-mixed"), (2, "bf16-true")])
 def test_a_run_resumed_from_a_folder_ends_as_the_unbroken_one_bit_for_bit(tmp_path, stage, precision):
-    assert run_ranks(unbroken_and_resumed, 2, str(tmp_path), stage, precision) == [[], []]
+    assert run_ranks(unbroken_and_resumed, 2, str(tmp_path), stage, precision, "sharded") == [[], []]
 
 
 @pytest.mark.full
