@@ -95,7 +95,7 @@ def test_dataclasses_enums_paths_numbers_and_containers_come_back(tmp_path):
         (pickle.Pickler, r"Pickler"),
         (torch.nn.Linear(1, 1), r"torch\.nn"),
     ],
-    ids=str,
+    ids=["reduce", "setstate", "function", "unpickler", "module"],
 )
 def test_what_could_run_code_is_refused_by_name(tmp_path, monkeypatch, content, name):
     monkeypatch.chdir(tmp_path)
