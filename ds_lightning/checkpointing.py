@@ -254,7 +254,18 @@ class Checkpointing(DDPStrategy):
                 raise CheckpointError(found)
         if self._topology is not None:
             self._resumption.load(*self._run(), loaded)
-        return loaded
+        return self._under_own_names(loaded)
+
+    def _under_own_names(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What another program saved of a network that is a part of the module here."""
+        own = checkpoint.get("ds_lightning", {})
+        if self.lightning_module is None or not ("imported_from" in own or own.get("weights_alone")):
+            return checkpoint
+        prefix = keys.prefix_between(self.lightning_module, checkpoint["state_dict"])
+        if not prefix:
+            return checkpoint
+        tell(f"the names of the checkpoint are those of {prefix.rstrip('.')} in {type(self.lightning_module).__name__}")
+        return keys.with_prefix(checkpoint, prefix)
 
     def _read_checkpoint(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         io = self.checkpoint_io
@@ -273,11 +284,19 @@ class Checkpointing(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         saved = keys.align_compiled(checkpoint["state_dict"], module)
-        excluded = set(checkpoint.get("ds_lightning", {}).get("excluded_parameters", ()))
+        own = checkpoint.get("ds_lightning", {})
+        excluded = set(own.get("excluded_parameters", ()))
+        if "imported_from" in own:  # DeepSpeed does not note what it left out
+            frozen = (n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
+            excluded |= {name for name in frozen if name not in saved}
+        if excluded:
+            tell(f"the checkpoint is without {len(excluded)} frozen parameters, which keep the values they have")
         if strict:
             keys.check_keys(module, saved, excluded)
         else:
             missing, unexpected = keys.differences(module, saved)
+            if missing and unexpected and not any(name in saved for name, _ in module.named_parameters()):
+                keys.check_keys(module, saved, set())  # nothing would be loaded
             for what, names in (("lacks", missing), ("also holds", unexpected)):
                 if names:
                     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

@@ -350,7 +350,7 @@ class DataPosition:
             if isinstance(made, str):
                 obstacle = (made, USE_LIGHTNINGS_SAMPLER)
         if obstacle is not None:
-            self._warn(obstacle, saved)
+            self._warn(obstacle)
             if progress.batches >= limit:
                 progress.move_to(max(0, int(limit) - 1))
             self._starts.append(_Start(batch=progress.batches))
@@ -378,10 +378,10 @@ class DataPosition:
         self._loaders.append((order, 0))
         before = self._entry["world_size"]
         if not trainer.fit_loop._combined_loader_states_to_load:
-            self._warn(order.obstacle, saved)
+            self._warn(order.obstacle)
         elif before != trainer.world_size:
             why = f"the dataloader's own state is that of one of {before} ranks, and there are {trainer.world_size} now"
-            self._warn((why, f"Resume on {before} ranks. " + SAVE_BETWEEN_EPOCHS), saved)
+            self._warn((why, f"Resume on {before} ranks. " + SAVE_BETWEEN_EPOCHS))
 
     def _deciding_batch(self) -> int:
         """The batch of the epoch that comes next: that of the loader whose length is the epoch's."""
@@ -443,13 +443,13 @@ class DataPosition:
 
     # Words ----------------------------------------------------------------------------------------------------------
 
-    def _warn(self, obstacle: tuple[str, str], saved: dict[str, Any]) -> None:
+    def _warn(self, obstacle: tuple[str, str]) -> None:
         assert self._entry is not None
         why, advice = obstacle
         rank_zero_warn(
             f"The checkpoint is from the middle of epoch {self._entry['epoch']}, and the position in its data cannot "
-            f"be restored: {why}. The data begins anew: of this epoch's samples, the {saved['consumed']} or so that "
-            "were used may be seen again, and as many others not at all. " + advice
+            f"be restored: {why}. The data begins anew: of this epoch's samples, those that were used may be seen "
+            "again, and as many others not at all. " + advice
         )
 
     def _tell(self, trainer: pl.Trainer, order: LoaderOrder, saved: dict[str, Any], batch: int, limit: int) -> None:

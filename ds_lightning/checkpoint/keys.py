@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,30 @@ def differences(module: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str],
     )
 
 
+def prefix_between(module: nn.Module, saved: Iterable[str]) -> str:
+    """What is in front of all saved names in a module that holds the saved one as a child; "" when that is not so."""
+    saved = list(saved)
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(_saved_buffers(module))
+    if not saved or any(name in names for name in saved):
+        return ""
+    own = _formats_of_their_own(module)
+    found = {name.removesuffix(saved[0]) for name in names if name.endswith(f".{saved[0]}")}
+    fitting = [p for p in sorted(found) if all(p + name in names or (p + name).startswith(own) for name in saved)]
+    return fitting[0] if len(fitting) == 1 else ""
+
+
+def with_prefix(checkpoint: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """A checkpoint of a module as one of a module that holds it as a child."""
+    own = dict(checkpoint.get("ds_lightning", {}))
+    for key in ("excluded_parameters", "frozen_parameters"):
+        if key in own:
+            own[key] = [prefix + name for name in own[key]]
+    names = own.get("optimizer_parameter_names") or []
+    own["optimizer_parameter_names"] = [[prefix + name for name in group] for group in names]
+    weights = {prefix + name: value for name, value in checkpoint["state_dict"].items()}
+    return {**checkpoint, "state_dict": weights, "ds_lightning": own}
+
+
 def check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) -> None:
     """Compare a state with a module without changing either.
 
@@ -66,9 +90,14 @@ def check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) 
     problems += [f"{name}: not in the model" for name in differences(module, saved)[1]]
     if problems:
         shown = "\n  ".join(problems[:20]) + ("\n  ..." if len(problems) > 20 else "")
+        advice = "It belongs to another model, or set `strict_loading = False` on the module to load what fits."
+        if not any(name in saved for name in shapes):
+            prefix = prefix_between(module, saved)
+            advice = "It belongs to another model: no name is in both."
+            if prefix:
+                advice = f"All names fit with {prefix!r} in front: put it there in on_load_checkpoint."
         raise CheckpointError(
-            f"The checkpoint does not fit {type(module).__name__}; nothing was loaded:\n  {shown}\n"
-            "It belongs to another model, or set `strict_loading = False` on the module."
+            f"The checkpoint does not fit {type(module).__name__}; nothing was loaded:\n  {shown}\n{advice}"
         )
 
 

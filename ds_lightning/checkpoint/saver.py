@@ -13,8 +13,16 @@ from torch import nn
 
 from ds_lightning.checkpoint import keys, state
 from ds_lightning.checkpoint.background import BackgroundWriter, Write
-from ds_lightning.checkpoint.full import FullWrite, gathered
-from ds_lightning.checkpoint.placement import links_to, point_to, pointed_to, relink, tidy
+from ds_lightning.checkpoint.full import FullWrite, gathered, unwritten
+from ds_lightning.checkpoint.placement import (
+    links_to,
+    make_folder,
+    partial_of,
+    point_to,
+    pointed_to,
+    relink,
+    tidy,
+)
 from ds_lightning.checkpoint.snapshot import Snapshot
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.errors import CheckpointError
@@ -138,6 +146,8 @@ class CheckpointSaver:
         if topology.rank == 0:
             self.tidy([target.parent])
         beside = self.background and self._open
+        if beside:
+            self._probe(target, topology)
         copies = self._copies(snapshot, topology) if beside else None
         if copies is None:
             self.wait(f"{target} is saved", topology)
@@ -151,6 +161,21 @@ class CheckpointSaver:
             self._writer.add(write)
         else:
             write.run()
+
+    def _probe(self, target: Path, topology: Topology) -> None:
+        """A folder that cannot be written to is told now, and not when others have built on the checkpoint."""
+        problem = None
+        if topology.rank == 0:
+            try:
+                make_folder(target.parent)
+                probe = partial_of(target.with_name(f"{target.name}.probe"))
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                problem = unwritten(target, error)
+        problem = Agreement(topology).from_rank(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
 
     def _copies(self, snapshot: Snapshot, topology: Topology) -> Snapshot | None:
         """Those of the one write under way, if on every rank nothing has changed since. Collective."""

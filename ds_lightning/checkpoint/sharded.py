@@ -277,7 +277,7 @@ class _Writer(FileSystemWriter):
                         stream.write(data.getbuffer())
                     else:
                         stream.expect(data.nbytes)
-                        torch.save(_alone(data), cast("IO[bytes]", stream))
+                        _save(data, stream)
                         if stream.found is not None:
                             place = (tuple(item.index.offset or (0,) * data.ndim), stream.found)
                             places.setdefault(item.index.fqn, []).append(place)
@@ -294,6 +294,13 @@ class _Writer(FileSystemWriter):
         return future
 
 
+def _save(data: torch.Tensor, stream: _Noting) -> None:
+    try:
+        torch.save(_alone(data), cast("IO[bytes]", stream))
+    except RuntimeError as error:  # torch has words of its own for a full disk
+        raise stream.error or error from error
+
+
 class _Noting:
     """A file that notes where the values of a tensor lie in what `torch.save` writes: one write of just their size.
 
@@ -303,6 +310,7 @@ class _Noting:
     Attributes:
         position: bytes written.
         found: where the values began.
+        error: what went wrong, if the system refused a write.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -310,6 +318,7 @@ class _Noting:
         self._expected = 0
         self.position = 0
         self.found: int | None = None
+        self.error: OSError | None = None
 
     def expect(self, nbytes: int) -> None:
         """Values of so many bytes come next; few ones could be mistaken for headers."""
@@ -322,7 +331,11 @@ class _Noting:
         if nbytes == self._expected and self.found is None:
             self.found = self.position
         self.position += nbytes
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         """As in every file."""

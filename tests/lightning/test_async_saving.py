@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import distributed as dist
 
-from ds_lightning import strategy
+from ds_lightning import checkpointing
 from ds_lightning.checkpoint.background import BackgroundWriter
 from ds_lightning.errors import CheckpointError
 from tests.lightning.kills import keeping
@@ -287,7 +287,7 @@ def fail_to_remove(folder):
 
     method, _ = beside("full")
     with (
-        mock.patch.object(strategy, "withdraw", withdraw),
+        mock.patch.object(checkpointing, "withdraw", withdraw),
         pytest.raises(CheckpointError, match=r"in the background failed.*does not answer") as failure,
     ):
         run_of(method, [keeping(folder, save_last=False)], 2).fit(Model(), loader())

@@ -133,3 +133,39 @@ def test_a_run_of_lightnings_deepspeed_strategy_goes_on(name, stage, world):
         assert scheduled == step
         for key, value in reference["weights"].items():
             assert torch.equal(weights[key], value), key
+
+
+class Within(pl.LightningModule):
+    """The network that DeepSpeed trained by itself, now a part of a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Tiny()
+
+    training_step = Wrapped.training_step
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(groups_of(self))
+
+
+def resume_within(name):
+    def look(run, model):
+        moments = {n: dsl.full_optimizer_state(p, "exp_avg") for n, p in model.named_parameters() if p.requires_grad}
+        return full_weights(model), moments
+
+    start = AtTrainStart(look)
+    trainer(3, steps=100, max_epochs=1, limit_train_batches=2, callbacks=[start]).fit(
+        Within(), batches(), ckpt_path=str(FIXTURES / name)
+    )
+    return start.result
+
+
+@pytest.mark.parametrize("name", ["stage2_fp32", "stage2_fp32_exclude_frozen"])
+def test_a_network_goes_on_as_a_part_of_a_module_and_without_frozen_weights(name):
+    reference = torch.load(FIXTURES / name / "reference.pt", weights_only=True)
+    left_out = reference["frozen"] if "exclude" in name else ()
+    for weights, moments in run_ranks(resume_within, 2, name):
+        for key, value in reference["weights"].items():
+            assert key in left_out or torch.equal(weights[f"net.{key}"], value), key
+        for key, values in reference["moments"].items():
+            assert torch.equal(moments[f"net.{key}"], values["exp_avg"]), key

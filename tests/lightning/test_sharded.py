@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -339,6 +340,34 @@ def moments(model):
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+
+
+def load_stranger(path):
+    class Stranger(pl.LightningModule):
+        def __init__(self, strict):
+            super().__init__()
+            self.strict_loading = strict
+            self.layer = nn.Linear(2, 2)
+
+        training_step = configure_optimizers = None
+
+    class Holder(Stranger):
+        def __init__(self, strict):
+            super().__init__(strict)
+            del self.layer
+            self.inner = Model()
+
+    for kind, words in ((Stranger, "no name is in both"), (Holder, "All names fit with 'inner.' in front")):
+        for strict in (True, False):
+            strategy = trainer(3).strategy
+            strategy._lightning_module = kind(strict)
+            with pytest.raises(CheckpointError, match=words):
+                strategy.load_model_state_dict({"state_dict": read(path)["state_dict"]}, strict)
+
+
+def test_names_that_do_not_meet_at_all_are_an_error_even_where_little_is_asked(tmp_path):
+    run_ranks(save_both, 1, str(tmp_path), 1)
+    run_ranks(load_stranger, 1, str(tmp_path / "sharded.ckpt"))
 
 
 def test_a_folder_of_another_model_changes_nothing_and_a_partial_load_says_what_differs(tmp_path):
