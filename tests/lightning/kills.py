@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import distributed as dist
 
-from ds_lightning import strategy
+from ds_lightning import checkpointing
 from ds_lightning.checkpoint import background, full, placement, saver, sharded, snapshot, torch_file
 from tests.lightning.runs import AtTrainStart, Model, full_weights, loader, trainer, zero
 
@@ -125,7 +125,7 @@ FULL = {
     "last is replaced": Point(before(full, "place", 2), 2, 3),
     "last was replaced": Point(after(full, "place", 2), 3, 3),
     "a link waits": Point(while_a_link_waits, 2, 2, save_last="link"),
-    "a link lost its target": Point(after(strategy, "withdraw"), 3, 3, save_last="link"),
+    "a link lost its target": Point(after(checkpointing, "withdraw"), 3, 3, save_last="link"),
 }
 SHARDED = {
     **FULL,
