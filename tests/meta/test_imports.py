@@ -49,6 +49,7 @@ RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 # Below the strategy only these speak to Lightning; the engine also runs in a bare torch loop.
 KNOWS_LIGHTNING = (
     "precision.plugin",
+    "checkpointing",
     "checkpoint.data_position",
     "checkpoint.lightning_io",
     "checkpoint.lightning_module",
