@@ -102,11 +102,6 @@ class CheckpointSaver:
             self._snapshot = Snapshot(engine.topology)
         return state.optimizer_state(engine, sharded, self._snapshot)
 
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """What the checkpoint that is being put together points into; others may add vectors of their own."""
-        return self._snapshot
-
     def _drop_snapshot(self) -> None:
         self._parameters = {}
         if self._snapshot is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ds_lightning.checkpoint.file_tensors import FileSource, Window, row_major, source_of
 from ds_lightning.checkpoint.sharded import METADATA, PLACES
@@ -129,21 +129,6 @@ class StoredFolder:
             for name, entry in self.table.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-
-    def values(self) -> dict[str, Any]:
-        """All entries that are no tensors and hold plain data, by name; others are left out."""
-        found = {}
-        for name, entry in self.table.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                try:
-                    found[name] = torch.load(io.BytesIO(self._bytes(MetadataIndex(name))), weights_only=True)
-                except (pickle.UnpicklingError, RuntimeError):
-                    continue
-        return found
-
-    def paths(self) -> Mapping[str, tuple[Any, ...]]:
-        """Where each entry lay in the nested dict that was saved, where that is known."""
-        return self.table.planner_data if isinstance(self.table.planner_data, dict) else {}
 
     def flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Row-major elements `[start, stop)` of a tensor; reads the chunks that hold some of them."""

@@ -78,11 +78,6 @@ class StreamedFile:
         number = self._numbers.pop(id(tensor))
         self._record(f"data/{number}", (memory_of(part) for part in values), tensor.numel() * tensor.dtype.itemsize)
 
-    def write_stored(self) -> None:
-        """Write all that is pending by reading it where it is, piece by piece."""
-        for tensor in self.pending:
-            self.write(tensor, read(tensor))
-
     def close(self) -> None:
         """Finish the file, which is not complete before."""
         assert not self._numbers, "some tensors were not written"
