@@ -237,6 +237,9 @@ class Checkpointing(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, a file or a folder; tensors stay there until they are copied. Collective.
 
+        Files are mapped, and of folders ranges are read: a rank copies what it owns, at stage 3 of the weights too, and
+        holds one parameter more at a time.
+
         Raises:
             CheckpointError: on every rank, when it cannot be read on one of them.
         """
