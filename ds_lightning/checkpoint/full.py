@@ -82,11 +82,11 @@ class FullWrite:
 def gathered(checkpoint: Any, snapshot: Snapshot, ranks: Topology) -> Any:
     """Rank 0's checkpoint with ordinary tensors, for writers of other formats. Collective; None on other ranks."""
     agreement = Agreement(ranks)
-    tensors = list(logical_tensors(checkpoint)) if ranks.rank == 0 else []
-    wanted = agreement.from_rank(_vectors_of(tensors))
+    tensors = _by_vector(logical_tensors(checkpoint)) if ranks.rank == 0 else {}
+    wanted = agreement.from_rank(sorted(tensors))
     whole: dict[int, torch.Tensor] = {}
     for number, full in _collected(snapshot, wanted, ranks):
-        for tensor, start in _inside(tensors, number):
+        for tensor, start in tensors.get(number, ()):
             whole[id(tensor)] = full[start : start + tensor.numel()].reshape(tensor.shape).clone()
     return _replaced(checkpoint, whole) if ranks.rank == 0 else None
 
@@ -105,11 +105,11 @@ class _Sink:
         self._complete = complete
         self._partial = partial_of(target)
         self._problem: str | None = None
-        self._tensors: list[LogicalTensor] = []
+        self._tensors: dict[int, list[tuple[LogicalTensor, int]]] = {}  # by vector
         self._stream: IO[bytes] | None = None
         try:
             self._file = StreamedFile(checkpoint)
-            self._tensors = [tensor for tensor in self._file.pending if isinstance(tensor.source, ShardSource)]
+            self._tensors = _by_vector(self._file.pending)
         except Exception as error:  # something in it cannot be pickled
             self._fail(error)
 
@@ -133,14 +133,14 @@ class _Sink:
                     self._file.write(tensor, read(tensor))
         except Exception as error:
             self._fail(error)
-        return _vectors_of(self._tensors)
+        return sorted(self._tensors)
 
     def take(self, number: int, full: torch.Tensor) -> None:
         """Write what lies in a vector."""
         if self._problem is not None:
             return
         try:
-            for tensor, start in _inside(self._tensors, number):
+            for tensor, start in self._tensors[number]:
                 self._file.write(tensor, [full[start : start + tensor.numel()]])
         except Exception as error:
             self._fail(error)
@@ -162,7 +162,7 @@ class _Sink:
 
     def _fail(self, error: Exception) -> None:
         self._problem = unwritten(self._target, error)
-        self._tensors = []
+        self._tensors = {}
         self.drop()
 
     def drop(self) -> None:
@@ -210,17 +210,13 @@ def _replaced(content: Any, whole: Mapping[int, torch.Tensor]) -> Any:
     return content
 
 
-def _vectors_of(tensors: Iterable[LogicalTensor]) -> list[int]:
-    return sorted({tensor.source.vector for tensor in tensors if isinstance(tensor.source, ShardSource)})
-
-
-def _inside(tensors: Iterable[LogicalTensor], number: int) -> list[tuple[LogicalTensor, int]]:
-    """The tensors that lie in a vector, with the places where they begin."""
-    return [
-        (tensor, tensor.source.start)
-        for tensor in tensors
-        if isinstance(tensor.source, ShardSource) and tensor.source.vector == number
-    ]
+def _by_vector(tensors: Iterable[LogicalTensor]) -> dict[int, list[tuple[LogicalTensor, int]]]:
+    """The tensors that lie in each vector, with the places where they begin."""
+    found: dict[int, list[tuple[LogicalTensor, int]]] = defaultdict(list)
+    for tensor in tensors:
+        if isinstance(tensor.source, ShardSource):
+            found[tensor.source.vector].append((tensor, tensor.source.start))
+    return found
 
 
 def _collected(snapshot: Snapshot, wanted: list[int], ranks: Topology) -> Iterator[tuple[int, torch.Tensor]]:

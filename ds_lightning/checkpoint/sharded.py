@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ds_lightning.checkpoint.full import unwritten
+from ds_lightning.checkpoint.loading import META
 from ds_lightning.checkpoint.placement import make_folder, partial_of, place, remove, sync
 from ds_lightning.checkpoint.snapshot import ShardSource, Snapshot
 from ds_lightning.comm.agreement import Agreement
@@ -40,8 +41,6 @@ from ds_lightning.errors import CheckpointError
 from ds_lightning.topology import Topology
 from ds_lightning.zero.logical import LogicalTensor, memory
 
-META = "meta.pt"
-METADATA = ".metadata"
 PLACES = ".json"
 """Suffix of a file beside each of chunks: where in it the values of each lie, so that ranges can be read directly."""
 LEAST_NOTED = 4096

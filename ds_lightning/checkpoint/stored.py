@@ -20,7 +20,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ds_lightning.checkpoint.file_tensors import FileSource, Window, row_major, source_of
-from ds_lightning.checkpoint.sharded import METADATA, PLACES
+from ds_lightning.checkpoint.loading import METADATA
+from ds_lightning.checkpoint.sharded import PLACES
 from ds_lightning.errors import CheckpointError
 from ds_lightning.layout.boxes import boxes, overlap
 from ds_lightning.zero.logical import logical
