@@ -3,6 +3,8 @@
 Every message says what was asked, what was found and one way out. Broken invariants of our own are `assert`s instead.
 """
 
+import os
+
 
 class DsLightningError(Exception):
     """Base of everything this package raises on purpose."""
@@ -22,6 +24,35 @@ class CheckpointError(DsLightningError, RuntimeError):
 
 class NativeOpError(DsLightningError, RuntimeError):
     """A native kernel was asked for that this installation does not have."""
+
+
+class FileIOError(DsLightningError, OSError):
+    """A file cannot be opened, read or written in full.
+
+    Attributes:
+        errno: Of the system; None where the system sees no fault, as in a file that is too short.
+        path: The file.
+        offset: Where in the file it happened, in bytes; None where the file as a whole is meant.
+        wanted: The bytes that were asked for; None where that means nothing.
+        found: The bytes that were there: of the file, or free on the disk.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        offset: int | None = None,
+        wanted: int | None = None,
+        found: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.errno = code
+        self.path = path
+        self.offset = offset
+        self.wanted = wanted
+        self.found = found
 
 
 class ReleasedParameterError(DsLightningError, RuntimeError):

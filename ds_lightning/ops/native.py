@@ -18,6 +18,7 @@ _PACKAGE = "ds_lightning"
 _SWITCH = "DS_LIGHTNING_NATIVE"
 _NEEDS = {
     "_native": "a C++17 compiler",
+    "_aio": "a C++17 compiler",
     "_cuda": "a C++17 compiler and nvcc (the CUDA toolkit; at build time only)",
 }
 
@@ -37,7 +38,7 @@ class Found:
 
 @cache
 def find(name: str) -> Found:
-    """Looks for `_native` or `_cuda`, once per process; never raises."""
+    """Looks for `_native`, `_aio` or `_cuda`, once per process; never raises."""
     full_name = f"{_PACKAGE}.{name}"
     searched = ", ".join(importlib.import_module(_PACKAGE).__path__)
     if os.environ.get(_SWITCH) == "0":

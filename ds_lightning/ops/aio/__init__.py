@@ -1,0 +1,10 @@
+"""Asynchronous file I/O: tensors to and from files while the program goes on.
+
+`AsyncIO` is what this package swaps with; `aio_handle` has the methods of DeepSpeed's handle of that name.
+"""
+
+from ds_lightning.ops.aio.async_io import AsyncIO
+from ds_lightning.ops.aio.file import File
+from ds_lightning.ops.aio.transfer import Transfer
+
+__all__ = ["AsyncIO", "File", "Transfer"]
