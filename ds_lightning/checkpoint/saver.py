@@ -41,7 +41,7 @@ class CheckpointSaver:
 
     Args:
         sharded: write folders instead of files.
-        background: write beside training.
+        background: write beside training, where no values are on disk.
         log: tells the user something, on rank 0.
     """
 
@@ -53,6 +53,7 @@ class CheckpointSaver:
         self._parameters: dict[str, torch.Tensor] = {}  # of the snapshot, by canonical name
         self._writer = BackgroundWriter()
         self._staged: Snapshot | None = None  # the last copies: their memory serves the next ones
+        self._swapped = False  # whether values of the snapshot are on disk; the same on all ranks
         self._begun = False  # whether a write was begun in the background and not yet waited for; the same on all ranks
         self._open = False
         self._tidied: set[Path] = set()
@@ -79,6 +80,7 @@ class CheckpointSaver:
         engine.follow_groups()
         self._drop_snapshot()
         self._snapshot = Snapshot(engine.topology)
+        self._swapped = engine.swaps
         self._parameters = state.parameters(engine, self._snapshot)
         return _state_dict(engine, module, self._parameters, exclude_frozen)
 
@@ -100,6 +102,7 @@ class CheckpointSaver:
         if self._snapshot is None:
             engine.follow_groups()
             self._snapshot = Snapshot(engine.topology)
+            self._swapped = engine.swaps
         return state.optimizer_state(engine, sharded, self._snapshot)
 
     def _drop_snapshot(self) -> None:
@@ -140,7 +143,8 @@ class CheckpointSaver:
         snapshot = self._taken()
         if topology.rank == 0:
             self.tidy([target.parent])
-        beside = self.background and self._open
+        # What is on disk is there because it does not fit into memory: no copies of it.
+        beside = self.background and self._open and not self._swapped
         if beside:
             self._probe(target, topology)
         copies = self._copies(snapshot, topology) if beside else None

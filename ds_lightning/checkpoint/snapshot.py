@@ -18,6 +18,7 @@ from ds_lightning.comm.agreement import Agreement
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import CheckpointError
+from ds_lightning.offload.stored import Stored, Values, present
 from ds_lightning.topology import Topology
 from ds_lightning.zero.logical import logical
 
@@ -38,9 +39,14 @@ class Vector:
     numel: int
     owned: tuple[int, int]
     dtype: torch.dtype
-    pieces: tuple[tuple[int, torch.Tensor], ...]
+    pieces: tuple[tuple[int, Values], ...]
 
-    def within(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+    @property
+    def on_disk(self) -> bool:
+        """Whether some of it must be read."""
+        return any(isinstance(values, Stored) for _, values in self.pieces)
+
+    def within(self, start: int, stop: int) -> list[tuple[int, Values]]:
         """This rank's pieces of `[start, stop)`, views, counted from `start`."""
         found = []
         for first, values in self.pieces:
@@ -53,10 +59,10 @@ class Vector:
         """This rank's range as one tensor on CPU, zeros where it has nothing."""
         start, stop = self.owned
         if len(self.pieces) == 1 and self.pieces[0][1].numel() == stop - start:
-            return self.pieces[0][1].cpu()
+            return present(self.pieces[0][1]).cpu()
         own = torch.zeros(stop - start, dtype=self.dtype)
         for first, values in self.pieces:
-            own[first - start : first - start + values.numel()].copy_(values)
+            own[first - start : first - start + values.numel()].copy_(present(values))
         return own
 
     def staged(self, buffers: Sequence[torch.Tensor] = ()) -> Vector:
@@ -66,7 +72,7 @@ class Vector:
             buffers: memory for the copies of each piece, used where it fits.
         """
         copies = [
-            _copied(values, buffers[place] if place < len(buffers) else None)
+            _copied(present(values), buffers[place] if place < len(buffers) else None)
             for place, (_, values) in enumerate(self.pieces)
         ]
         firsts = (first for first, _ in self.pieces)
@@ -77,7 +83,7 @@ class Vector:
         if (self.what, self.numel, self.owned, self.dtype) != (other.what, other.numel, other.owned, other.dtype):
             return False
         return len(self.pieces) == len(other.pieces) and all(
-            first == start and torch.equal(_bits(values), _bits(others))
+            first == start and torch.equal(_bits(present(values)), _bits(present(others)))
             for (first, values), (start, others) in zip(self.pieces, other.pieces, strict=True)
         )
 
@@ -110,7 +116,7 @@ class ShardSource:
         """Row-major elements `[start, stop)`, a copy. Collective, see [Note: who decides what is saved]."""
         return self.snapshot.fetch(self.vector)[self.start + start : self.start + stop].clone()
 
-    def pieces(self) -> Sequence[tuple[int, torch.Tensor]]:
+    def pieces(self) -> Sequence[tuple[int, Values]]:
         """What this rank holds, views."""
         return self.snapshot.vectors[self.vector].within(self.start, self.start + self.shape.numel())
 
@@ -168,12 +174,12 @@ class Snapshot:
                 copy: on CPUs pages fault in, and GPUs want it pinned.
         """
         copy = Snapshot(self.topology)
-        old = [[values for _, values in vector.pieces] for vector in before.vectors] if before is not None else []
+        old = [[present(v) for _, v in vector.pieces] for vector in before.vectors] if before is not None else []
         copy.vectors = [
             vector.staged(old[place] if place < len(old) else ()) for place, vector in enumerate(self.vectors)
         ]
         copy.close()
-        if any(values.is_cuda for vector in self.vectors for _, values in vector.pieces):
+        if any(getattr(values, "is_cuda", False) for vector in self.vectors for _, values in vector.pieces):
             torch.cuda.current_stream().synchronize()
         return copy
 

@@ -9,6 +9,7 @@ import torch
 
 from ds_lightning.checkpoint.snapshot import Snapshot, Vector
 from ds_lightning.errors import CheckpointError
+from ds_lightning.offload.stored import Values
 from ds_lightning.optim.sharded import ShardedOptimizer, belongs_to_elements
 from ds_lightning.optim.unit_states import element_keys, merged, outline, pieces_of
 from ds_lightning.zero.buffers import UnitBuffers
@@ -20,7 +21,7 @@ def parameters(engine: ZeroEngine, snapshot: Snapshot) -> dict[str, torch.Tensor
     result: dict[str, torch.Tensor] = {}
     for index in sorted(engine.units):
         buffers = engine.units[index]
-        result.update(_elements("parameters", buffers, buffers.owned_master(), snapshot))
+        result.update(_elements("parameters", buffers, buffers.owned_values(), snapshot))
     return result
 
 
@@ -41,7 +42,7 @@ def companions(
     return result
 
 
-def _elements(what: str, buffers: UnitBuffers, own: torch.Tensor, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+def _elements(what: str, buffers: UnitBuffers, own: Values, snapshot: Snapshot) -> dict[str, torch.Tensor]:
     vector = snapshot.add(_vector(what, buffers, own.dtype, [(buffers.owned[0], own)]))
     return {slot.name: snapshot.tensor(vector, slot.start, slot.shape) for slot in buffers.unit.slots}
 
@@ -94,14 +95,14 @@ def _named_states(
     return names, entries
 
 
-def _vector(what: str, buffers: UnitBuffers, dtype: torch.dtype, pieces: Sequence[tuple[int, torch.Tensor]]) -> Vector:
+def _vector(what: str, buffers: UnitBuffers, dtype: torch.dtype, pieces: Sequence[tuple[int, Values]]) -> Vector:
     """What this rank writes of a unit: its own chunk, also where it holds more (stage 0, parameters at 1 and 2)."""
     start, stop = buffers.owned
     own = []
     for first, values in pieces:
         lo, hi = max(first, start), min(first + values.numel(), stop)
         if hi > lo:
-            own.append((lo, values.detach()[lo - first : hi - first]))
+            own.append((lo, (values.detach() if isinstance(values, torch.Tensor) else values)[lo - first : hi - first]))
     return Vector(f"{what} of {buffers.unit.name}", buffers.unit.numel, (start, stop), dtype, tuple(own))
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from ds_lightning.config.source import read
 from ds_lightning.errors import ConfigError
+
+NVME_PATH = "DS_LIGHTNING_NVME_PATH"
+"""The variable that names the folder of swap files where no argument does: a strategy chosen by name has none."""
+
+_PIPELINED = {"pipeline_read": True, "pipeline_write": True}
 
 
 def with_offload(
@@ -15,11 +21,15 @@ def with_offload(
     param: str | None,
     nvme_path: str | Path | None,
 ) -> Any:
-    """The configuration with the constructor's offload arguments in it."""
+    """The configuration with the constructor's offload arguments in it.
+
+    Reading and writing of the disk are pipelined then, unless the configuration says otherwise.
+    """
     wanted = {"offload_optimizer": optimizer, "offload_param": param}
     wanted = {key: device for key, device in wanted.items() if device is not None}
     if not wanted and nvme_path is None:
         return config
+    nvme_path = nvme_path or os.environ.get(NVME_PATH)
     merged = dict(read(config).data)
     zero = dict(merged.get("zero_optimization") or {})
     for key, device in wanted.items():
@@ -27,6 +37,9 @@ def with_offload(
         if block.get("device", device) != device:
             raise ConfigError(f"{key}={device!r} as an argument, but {block['device']!r} in the configuration.")
         zero[key] = {**block, "device": device}
-        if nvme_path is not None and device == "nvme":
-            zero[key]["nvme_path"] = str(nvme_path)
+        if device == "nvme":
+            if nvme_path is not None:
+                zero[key]["nvme_path"] = str(nvme_path)
+            if key == "offload_optimizer":
+                zero[key] = {**_PIPELINED, **zero[key]}
     return {**merged, "zero_optimization": zero}

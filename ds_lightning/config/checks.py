@@ -145,7 +145,11 @@ def _nvme(config: DeepSpeedConfig, given: Given) -> Problems:
         block = getattr(config.zero_optimization, name)
         if block.device == "nvme" and not block.nvme_path:
             here = f"zero_optimization.{name}"
-            yield Problem(f"{here}.nvme_path", f"{here}.device=nvme needs the directory of a fast local disk")
+            yield Problem(
+                f"{here}.nvme_path",
+                f"{here}.device=nvme needs the directory of a fast local disk: set it, or pass "
+                "ZeroStrategy(nvme_path=...), or set DS_LIGHTNING_NVME_PATH",
+            )
 
 
 def _elasticity(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -183,15 +187,8 @@ def _offload_stage(config: DeepSpeedConfig, stage: int) -> Problems:
             "set the stage to 3 or the device to 'none'",
         )
     here = "zero_optimization.offload_optimizer"
-    if optimizer.device == "nvme" and stage < 3:
-        yield Problem(
-            f"{here}.device",
-            f"nvme needs stage 3, the stage is {stage}; set the stage to 3 or use 'cpu'",
-        )
-    if optimizer.device == "cpu" and stage < 1:
-        yield Problem(f"{here}.device", "cpu needs stage 1, 2 or 3: nothing is sharded at stage 0")
-    if optimizer.ratio < 1 and stage < 3:
-        yield Problem(f"{here}.ratio", f"below 1 needs stage 3, the stage is {stage}; set it to 1.0")
+    if optimizer.is_on and stage < 1:
+        yield Problem(f"{here}.device", f"{optimizer.device} needs stage 1, 2 or 3: nothing is sharded at stage 0")
     if optimizer.super_offload and stage < 3:
         yield Problem(f"{here}.super_offload", f"needs stage 3, the stage is {stage}")
 

@@ -30,7 +30,6 @@ def _above_one(value: Any) -> bool:
     return value is not None and value > 1
 
 
-_IN_MEMORY = "leave it out or set it to 'none'"
 _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
@@ -51,8 +50,7 @@ _PLANNED_OPTIMIZERS = frozenset(
 )
 
 PLANNED = (
-    Row("zero_optimization.offload_optimizer.device", _not("none"), _IN_MEMORY),
-    Row("zero_optimization.offload_param.device", _not("none"), _IN_MEMORY),
+    Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),
     Row("zero_optimization.zero_hpz_partition_size", _above_one, "set it to 1"),
     Row("zero_optimization.zero_quantized_weights", _true, _SWITCH_OFF),
     Row("zero_optimization.zero_quantized_nontrainable_weights", _true, _SWITCH_OFF),

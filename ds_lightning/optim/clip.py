@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.comm.collectives import Pending
+from ds_lightning.optim.gradients import ReducedGradients
 from ds_lightning.optim.sharded import ShardedOptimizer
 
 
@@ -29,16 +29,16 @@ class PendingNorm:
         return float(first ** (1.0 / self._norm_type))
 
 
-def start_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agreement) -> PendingNorm:
-    """Begin the norm of disjoint tensors spread over the ranks. Collective.
+def start_norm(gradients: ReducedGradients, norm_type: float, agreement: Agreement) -> PendingNorm:
+    """Begin the norm of gradients spread over the ranks. Collective.
 
     Args:
-        tensors: this rank's part.
+        gradients: this rank's part.
         norm_type: p, `inf` for the maximum.
         agreement: to sum over ranks.
     """
-    norms = torch._foreach_norm(list(tensors), norm_type) if tensors else []
-    local = torch.stack([n.double() for n in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+    norms = gradients.norms(norm_type)
+    local = _together(norms) if norms else torch.zeros(1, dtype=torch.float64)
     if math.isinf(norm_type):
         worst = local.max()
         # MAX may drop NaNs, so they travel as a count of their own.
@@ -48,9 +48,16 @@ def start_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agr
     return PendingNorm(votes, agreement.total(votes, "the gradient norm"), norm_type)
 
 
-def total_norm(tensors: Sequence[torch.Tensor], norm_type: float, agreement: Agreement) -> float:
-    """Norm of disjoint tensors spread over the ranks, see `start_norm`. Collective."""
-    return start_norm(tensors, norm_type, agreement).value()
+def _together(norms: list[torch.Tensor]) -> torch.Tensor:
+    """Norms in fp64 on one device."""
+    if len({norm.device for norm in norms}) > 1:
+        norms = [norm.cpu() for norm in norms]
+    return torch.stack([norm.double() for norm in norms])
+
+
+def total_norm(gradients: ReducedGradients, norm_type: float, agreement: Agreement) -> float:
+    """Norm of gradients spread over the ranks, see `start_norm`. Collective."""
+    return start_norm(gradients, norm_type, agreement).value()
 
 
 class GradientNorms:
@@ -93,44 +100,24 @@ class GradientNorms:
         return None if self._last is None else self._last.value()
 
 
-def scale_(gradients: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply gradients in place."""
-    if gradients:
-        torch._foreach_mul_(list(gradients), factor)
-
-
-def clip_by_norm(gradients: Sequence[torch.Tensor], max_norm: float, norm: float) -> None:
+def clip_by_norm(gradients: ReducedGradients, max_norm: float, norm: float) -> None:
     """Scale gradients of norm `norm` down to `max_norm`, with `torch.nn.utils.clip_grad_norm_`'s coefficient."""
     coefficient = max_norm / (norm + 1e-6)
     if not coefficient >= 1.0:  # NaN must reach the gradients, as it does in torch
-        scale_(gradients, coefficient)
+        gradients.scale_(coefficient)
 
 
-def clip_by_value(gradients: Sequence[torch.Tensor], value: float) -> None:
+def clip_by_value(gradients: ReducedGradients, value: float) -> None:
     """Clamp every gradient element to `[-value, value]`."""
-    if gradients:
-        torch._foreach_clamp_min_(list(gradients), -value)
-        torch._foreach_clamp_max_(list(gradients), value)
+    gradients.clamp_(value)
 
 
-def unscale(gradients: Sequence[torch.Tensor], inverse_scale: float, agreement: Agreement) -> bool:
+def unscale(gradients: ReducedGradients, inverse_scale: float, agreement: Agreement) -> bool:
     """Multiply gradients by `inverse_scale` and look for inf and NaN. Collective.
 
     Returns:
         Whether any rank found a non-finite gradient.
     """
-    found = torch.zeros(1)
-    for device, members in _by_device(gradients).items():
-        flag = torch.zeros(1, device=device)
-        factor = torch.full((1,), inverse_scale, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, factor)
-        found += flag.cpu()
+    found = torch.tensor([float(gradients.unscale_(inverse_scale))])
     agreement.maximum(found, "whether a gradient overflowed").wait()
     return bool(found.item())
-
-
-def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    groups: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return groups

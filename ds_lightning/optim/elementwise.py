@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -59,15 +64,67 @@ def _probe(optimizer: torch.optim.Optimizer) -> tuple[bool, str]:
     try:
         with torch.enable_grad(), torch.inference_mode(False):
             for parameters in (whole, sliced):
-                copy = type(optimizer)(parameters, **optimizer.defaults)
+                twin = _twin(optimizer, parameters)
                 for gradient in gradients:
                     pieces = [gradient] if parameters is whole else [gradient.flatten()[:7], gradient.flatten()[7:]]
                     for parameter, piece in zip(parameters, pieces, strict=True):
                         parameter.grad = piece.clone()
-                    copy.step()
+                    twin.step()
     except Exception as error:
         return False, f"could not be tried on a small example ({type(error).__name__}: {error})"
     left, right = whole[0].detach().flatten(), torch.cat([p.detach() for p in sliced])
     if torch.allclose(left, right, rtol=1e-6, atol=1e-7):
         return True, ""
     return False, "gives other results on slices of a tensor than on the tensor"
+
+
+def _twin(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Another optimizer of this class, with the same defaults."""
+    known = inspect.signature(type(optimizer)).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    # Not every default is an argument: AdamW keeps what it tells Adam.
+    settings = {key: value for key, value in optimizer.defaults.items() if takes_all or key in known}
+    return type(optimizer)(parameters, **settings)
+
+
+def element_states(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states with one value per element that an optimizer makes for the parameters of a group, with their dtypes.
+
+    Found by a step of a twin on a small parameter; the optimizer itself is not touched.
+
+    Args:
+        optimizer: the user's.
+        group: index of the parameter group.
+        dtype: of the parameters it steps on.
+
+    Raises:
+        ConfigError: when no twin can be made from the optimizer's defaults.
+    """
+    with torch.enable_grad(), torch.inference_mode(False):
+        parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
+        settings = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+        try:
+            twin = _twin(optimizer, [parameter])
+            twin.param_groups[0].update(copy.deepcopy(settings))
+            twin.step()
+        except Exception as error:
+            raise ConfigError(
+                f"{type(optimizer).__name__} could not be tried on a small example ({type(error).__name__}: {error}), "
+                "so the size of its states on disk is not known. Use offload_optimizer.device: cpu, or an optimizer "
+                "whose constructor takes the parameters and its defaults."
+            ) from error
+    state = twin.state[parameter]
+    return {k: v.dtype for k, v in state.items() if torch.is_tensor(v) and v.shape == parameter.shape}
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """The optimizer's own step, without the hooks that torch runs around it.
+
+    Torch wraps the `step` of a class once it has an instance, and schedulers wrap that of the instance: a step that is
+    done part by part must run all this once, and not for each part.
+    """
+    step = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return partial(step, optimizer)

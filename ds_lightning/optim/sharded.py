@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,8 @@ from torch import nn
 
 from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.layout.flat import ALIGNMENT, Piece
+from ds_lightning.offload.stored import Values
+from ds_lightning.optim.gradients import OnDisk, ReducedGradients
 from ds_lightning.optim.unit_states import Elements, UnitState
 from ds_lightning.zero.logical import flat_range
 from ds_lightning.zero.reduce import UnitGradients
@@ -42,7 +43,8 @@ class Run:
         start: first element, in the unit.
         stop: first element behind it.
         slots: the slots of the unit that it overlaps, in order.
-        parameter: view of the unit's master values.
+        parameter: view of the unit's master values; without elements while these are on disk.
+        stored: keys of its states that are on disk.
     """
 
     gradients: UnitGradients
@@ -51,14 +53,17 @@ class Run:
     stop: int
     slots: tuple[int, ...]
     parameter: nn.Parameter
+    stored: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the parameter, also while that is on disk."""
+        return torch.Size((self.stop - self.start,)) if self.gradients.buffers.on_disk else self.parameter.shape
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The reduced gradient of the run, a view, in the parameter's shape."""
-        gradients = self.gradients
-        assert gradients.grad is not None
-        offset = 0 if gradients.whole else gradients.buffers.owned[0]
-        return gradients.grad[self.start - offset : self.stop - offset].view(self.parameter.shape)
+        """The reduced gradient of the run, a view where that is in memory, in the parameter's shape."""
+        return self.gradients.read(self.start, self.stop).view(self.shape)
 
     def overlap(self, slot: int) -> tuple[int, int]:
         """The part of a slot in the run, in unit coordinates."""
@@ -86,6 +91,7 @@ class ShardedOptimizer:
         self.runs: list[Run] = []
         self.units: tuple[UnitGradients, ...] = ()  # that have parameters of this optimizer; set by the engine
         self._users: list[list[nn.Parameter]] | None = None
+        self._near: list[Run] = []  # of the step under way
 
     @property
     def groups(self) -> range:
@@ -105,8 +111,8 @@ class ShardedOptimizer:
             if piece.group not in self.groups:
                 continue
             if self.elementwise:
-                for start in range(piece.start, piece.stop, self.tile):
-                    self.runs.append(self._run(gradients, piece, start, min(start + self.tile, piece.stop)))
+                for start, stop in self._cuts(gradients, piece):
+                    self.runs.append(self._run(gradients, piece, start, stop))
             else:
                 for slot in piece.slots:
                     place = gradients.unit.slots[slot]
@@ -115,6 +121,18 @@ class ShardedOptimizer:
                     run.parameter = nn.Parameter(run.parameter.detach().view(place.shape))
                     self.runs.append(run)
         self.take_user_state(gradients)
+
+    def _cuts(self, gradients: UnitGradients, piece: Piece) -> Iterator[tuple[int, int]]:
+        """The ranges of a piece that are stepped on at once; those on disk lie within tiles of their file."""
+        swap = gradients.home.swap if gradients.home is not None else None
+        start = piece.start
+        while start < piece.stop:
+            stop = min(start + self.tile, piece.stop)
+            if swap is not None:
+                first, tile = gradients.buffers.start, swap.layout.tile
+                stop = min(first + ((start - first) // tile + 1) * tile, piece.stop)
+            yield start, stop
+            start = stop
 
     def drop(self, gradients: UnitGradients) -> None:
         """Forget the runs of a unit and their state."""
@@ -129,9 +147,12 @@ class ShardedOptimizer:
             for index in piece.slots
             if gradients.unit.slots[index].start < stop and gradients.unit.slots[index].stop > start
         )
-        offset = gradients.buffers.start
+        buffers = gradients.buffers
         with torch.inference_mode(False):
-            parameter = nn.Parameter(gradients.buffers.master[start - offset : stop - offset])
+            if buffers.on_disk:
+                parameter = nn.Parameter(torch.empty(0, dtype=gradients.unit.master_dtype))
+            else:
+                parameter = nn.Parameter(buffers.master[start - buffers.start : stop - buffers.start])
         return Run(gradients, piece.group - self.first_group, start, stop, slots, parameter)
 
     def _split(self, run: Run) -> list[Run]:
@@ -143,10 +164,11 @@ class ShardedOptimizer:
             stop = max(stop, min(run.gradients.unit.slots[slot].end, run.stop))  # see `Unit.pieces`
             piece = Piece(run.group + self.first_group, start, stop, (slot,))
             part = self._run(run.gradients, piece, start, stop)
+            part.stored = run.stored
             if state:
                 self.optimizer.state[part.parameter] = {
                     key: value[start - run.start : stop - run.start]
-                    if _per_element(value, run.parameter)
+                    if per_element(value, run.shape)
                     else copy.deepcopy(value)
                     for key, value in state.items()
                 }
@@ -177,19 +199,32 @@ class ShardedOptimizer:
 
     # Step -----------------------------------------------------------------------------------------------------------
 
-    def swap_in(self) -> bool:
-        """Put this rank's runs and gradients into the groups. Returns whether there is anything to step on."""
+    def swap_in(self) -> list[Run]:
+        """Put this rank's runs and gradients into the groups. Returns the runs that must be stepped on apart."""
         assert self._users is None, "step inside a step"
         runs = self.present_runs()
-        groups = self.optimizer.param_groups
-        self._users = [group["params"] for group in groups]
-        chosen: list[list[nn.Parameter]] = [[] for _ in groups]
+        self._users = [group["params"] for group in self.optimizer.param_groups]
+        near: list[Run] = []
+        apart: list[Run] = []
         for run in runs:
+            (apart if run.gradients.home is not None and run.gradients.home.steps_apart else near).append(run)
+        for run in near:
             run.parameter.grad = run.gradient
+        self.show(near)
+        self._near = near
+        return apart
+
+    def show(self, runs: Sequence[Run]) -> None:
+        """Let the groups hold these runs, in a step."""
+        chosen: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        for run in runs:
             chosen[run.group].append(run.parameter)
-        for group, parameters in zip(groups, chosen, strict=True):
+        for group, parameters in zip(self.optimizer.param_groups, chosen, strict=True):
             group["params"] = parameters
-        return bool(runs)
+
+    def show_near(self) -> None:
+        """Let the groups hold what is not stepped on apart, in a step."""
+        self.show(self._near)
 
     def swap_out(self) -> None:
         """Put the user's parameters back. Safe to call twice, or after a failed step."""
@@ -198,6 +233,7 @@ class ShardedOptimizer:
         for group, users in zip(self.optimizer.param_groups, self._users, strict=True):
             group["params"] = users
         self._users = None
+        self._near = []
         for run in self.runs:
             run.parameter.grad = None
 
@@ -219,8 +255,8 @@ class ShardedOptimizer:
                 found.append(gradients.unit.index)
         return sorted(found)
 
-    def reduced_gradients(self, owned: bool = False) -> list[torch.Tensor]:
-        """Views of the reduced gradients of this optimizer's parameters on this rank, as few as there can be.
+    def reduced_gradients(self, owned: bool = False) -> ReducedGradients:
+        """The reduced gradients of this optimizer's parameters on this rank, in as few parts as there can be.
 
         Parameters without a gradient count as zeros. The cut does not depend on the stage or on how runs are split, so
         sums over them are the same bits at every stage.
@@ -229,19 +265,19 @@ class ShardedOptimizer:
             owned: only what this rank owns; at stage 0 every rank holds everything.
         """
         groups = self.groups
-        found = []
+        found: list[torch.Tensor | OnDisk] = []
         for gradients in self.units:
             if not gradients.valid:
                 continue
-            assert gradients.grad is not None
             whole = gradients.whole and not owned
-            offset = 0 if gradients.whole else gradients.buffers.owned[0]
-            found += [
-                gradients.grad[piece.start - offset : piece.stop - offset]
-                for piece in (gradients.all_pieces if whole else gradients.owned_pieces)
-                if piece.group in groups
-            ]
-        return found
+            for place, piece in enumerate(gradients.all_pieces if whole else gradients.owned_pieces):
+                if piece.group not in groups:
+                    continue
+                if gradients.on_disk is not None:
+                    found.append(OnDisk(gradients.on_disk, place))
+                else:
+                    found.append(gradients.read(piece.start, piece.stop))
+        return ReducedGradients(found)
 
     def has_gradients(self) -> bool:
         """Whether any of its parameters has a gradient; the same on all ranks."""
@@ -272,6 +308,7 @@ class ShardedOptimizer:
                 self.runs.append(run)
                 continue
             before = self.optimizer.state.pop(run.parameter, {})
+            run.stored = ()
             found = [states.get(gradients.unit.slots[slot].name) for slot in run.slots]
             parts = [run] if len(run.slots) == 1 or _mergeable(found) else self._split(run)
             self.runs += parts
@@ -285,6 +322,7 @@ class ShardedOptimizer:
         if not first:
             return
         group = self.optimizer.param_groups[run.group]
+        shape = run.shape
         for key, value in first.items():
             if not belongs_to_elements(key, value, unit.slots[run.slots[0]].shape):
                 value = copy.deepcopy(value)
@@ -294,9 +332,9 @@ class ShardedOptimizer:
                 continue
             dtype = run.parameter.dtype if value.is_floating_point() else value.dtype
             target = before.get(key)  # its memory serves again
-            if not torch.is_tensor(target) or target.shape != run.parameter.shape or target.dtype != dtype:
+            if not torch.is_tensor(target) or target.shape != shape or target.dtype != dtype:
                 with torch.inference_mode(False):
-                    target = torch.zeros(run.parameter.shape, dtype=dtype, device=run.parameter.device)
+                    target = torch.zeros(shape, dtype=dtype, device=run.parameter.device)
             for slot in run.slots:
                 place = unit.slots[slot]
                 start, stop = run.overlap(slot)
@@ -304,23 +342,23 @@ class ShardedOptimizer:
                 target.view(-1)[start - run.start : stop - run.start].copy_(source)
             state[key] = target
         self.optimizer.state[run.parameter] = state
+        put_away(run, state)
 
     def unit_state(self, gradients: UnitGradients) -> UnitState:
         """State of a unit's runs on this rank, by parameter name and key."""
         found: dict[str, dict[str, Any]] = {}
         for run in self.runs:
             state = self.optimizer.state.get(run.parameter)
-            if run.gradients is not gradients or not state:
+            if run.gradients is not gradients or not (state or run.stored):
                 continue
+            elements = _elements_of(run, state or {})
             for slot in run.slots:
                 start, stop = run.overlap(slot)
                 entry = found.setdefault(gradients.unit.slots[slot].name, {})
-                for key, value in state.items():
-                    if _per_element(value, run.parameter):
-                        values = value.reshape(-1)[start - run.start : stop - run.start]
-                        entry.setdefault(key, Elements(value.dtype)).pieces.append((start, values))
-                    else:
-                        entry[key] = value
+                for key, value in elements.items():
+                    piece = (start, value[start - run.start : stop - run.start])
+                    entry.setdefault(key, Elements(value.dtype)).pieces.append(piece)
+                entry.update({key: value for key, value in (state or {}).items() if key not in elements})
         return found
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -364,8 +402,31 @@ class ShardedOptimizer:
         )
 
 
-def _per_element(value: Any, parameter: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == parameter.shape and value.ndim > 0
+def _elements_of(run: Run, state: Mapping[str, Any]) -> dict[str, Values]:
+    """The states of a run with one value per element, 1-D, in memory or on disk."""
+    found: dict[str, Values] = {k: v.reshape(-1) for k, v in state.items() if per_element(v, run.shape)}
+    if run.stored:
+        home = run.gradients.home
+        assert home is not None
+        first = run.gradients.buffers.start
+        found.update({key: home.stored(key)[run.start - first : run.stop - first] for key in run.stored})
+    return found
+
+
+def put_away(run: Run, state: dict[str, Any]) -> None:
+    """Move the states of a run that belong on disk there; nothing where they live in memory."""
+    home = run.gradients.home
+    if home is None or home.swap is None:
+        return
+    keys = [k for k, v in state.items() if k in home.swap.layout.regions and per_element(v, run.shape)]
+    for key in keys:
+        home.write(key, run.start - run.gradients.buffers.start, state.pop(key))
+    run.stored = tuple(keys)
+
+
+def per_element(value: Any, shape: torch.Size) -> bool:
+    """Whether a state has one value per element of a run of this shape."""
+    return torch.is_tensor(value) and value.shape == shape and value.ndim > 0
 
 
 def belongs_to_elements(key: str, value: Any, shape: torch.Size) -> bool:
@@ -390,15 +451,6 @@ def _mergeable(states: Iterable[Mapping[str, Any] | None]) -> bool:
             if scalar and key in _SHARED_STATE | {k for k in first if not torch.is_tensor(first[k])} and value != twin:
                 return False
     return True
-
-
-@contextmanager
-def swapped(sharded: ShardedOptimizer) -> Iterator[bool]:
-    """The optimizer's groups hold this rank's runs inside."""
-    try:
-        yield sharded.swap_in()
-    finally:
-        sharded.swap_out()
 
 
 def check_optimizers(optimizers: list[torch.optim.Optimizer], table: ParameterTable) -> None:

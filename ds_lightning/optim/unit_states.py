@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ds_lightning.offload.stored import Values
+
 
 @dataclass(slots=True)
 class Elements:
@@ -15,11 +17,11 @@ class Elements:
 
     Attributes:
         dtype: of the values.
-        pieces: `(first element, counted in the unit; 1-D values)`.
+        pieces: `(first element, counted in the unit; 1-D values, in memory or on disk)`.
     """
 
     dtype: torch.dtype
-    pieces: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    pieces: list[tuple[int, Values]] = field(default_factory=list)
 
 
 UnitState = Mapping[str, Mapping[str, Any]]
@@ -54,7 +56,7 @@ def element_keys(known: Outline) -> list[tuple[str, torch.dtype]]:
     return sorted({(k, v[1]) for entry in known.values() for k, v in entry.items() if v[0] == "elements"}, key=str)
 
 
-def pieces_of(state: UnitState, key: str, dtype: torch.dtype) -> list[tuple[int, torch.Tensor]]:
+def pieces_of(state: UnitState, key: str, dtype: torch.dtype) -> list[tuple[int, Values]]:
     """A rank's pieces of one state, of all parameters, in order."""
     found = [entry[key] for entry in state.values() if isinstance(entry.get(key), Elements)]
     return sorted(

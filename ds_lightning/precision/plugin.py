@@ -212,7 +212,7 @@ class ZeroPrecision(Precision):
         for sharded in self._engine.optimizers if self._engine is not None else ():
             current = 1.0 if sharded.first_group in self._unscaled else self._scale_in_backward
             if current != scale:
-                clip.scale_(sharded.reduced_gradients(), scale / current)
+                sharded.reduced_gradients().scale_(scale / current)
         self._unscaled.clear()
         self._scale_in_backward = scale
 

@@ -109,9 +109,11 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None if parameter.grad is None else parameter.grad.detach().clone()
     if not gradients.valid or not gradients.present[place]:
         return None
-    assert gradients.grad is not None
     slot = unit.slots[place]
-    full = gradients.grad if gradients.whole else engine.values.spread(unit.index, gradients.grad, gradients.grad.dtype)
+    if gradients.whole:
+        full = gradients.read(0, unit.numel)
+    else:
+        full = engine.values.spread(unit.index, gradients.read(*gradients.buffers.owned), unit.master_dtype)
     value = full[slot.start : slot.stop].view(slot.shape).clone()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
@@ -181,11 +183,9 @@ def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     gradients = engine.reducer.units.get(unit.index)
     if gradients is None or not gradients.valid or not gradients.present[place]:
         return None
-    assert gradients.grad is not None
     slot, chunk = unit.slots[place], gradients.buffers.owned
-    offset = 0 if gradients.whole else chunk[0]
     start, stop = max(slot.start, chunk[0]), min(slot.stop, chunk[1])
-    return gradients.grad[start - offset : max(start, stop) - offset]
+    return gradients.read(start, stop) if stop > start else torch.empty(0)
 
 
 __all__ = ["full_grad", "full_optimizer_state", "full_param", "gathered", "grad_norms"]

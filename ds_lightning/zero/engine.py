@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from ds_lightning.comm.agreement import Agreement
-from ds_lightning.comm.collectives import Collectives
+from ds_lightning.comm.collectives import Collectives, Pending
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ConfigError, ReleasedParameterError
-from ds_lightning.layout.flat import Layout, build_layout
+from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
+from ds_lightning.offload.homes import Homes, UnitHome
+from ds_lightning.optim.apart import StepsApart
 from ds_lightning.optim.clip import GradientNorms
-from ds_lightning.optim.elementwise import check_supported
+from ds_lightning.optim.elementwise import check_supported, element_states
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
@@ -91,6 +93,7 @@ class ZeroEngine:
         self.collectives = Collectives.create(topology, self.ledger)
         self.pool = ScratchPool(topology.device)
         self.hooks = HookSet()
+        self.homes = self._make_homes()
         self.norms = GradientNorms(self.agreement)
         self.units: dict[int, UnitBuffers] = {}
         self.residency = ResidencyManager((), self.collectives, self.options.allgather_piece, self._touch)
@@ -103,6 +106,9 @@ class ZeroEngine:
             self.options.reduce,
             self.residency.release,
         )
+        self._apart = StepsApart(self.homes, self.residency) if self.homes is not None else None
+        self._publishing: list[Pending] = []
+        self._steps_within = 0
         buffer_sync = BufferSync(module, self.collectives)
         self.passes = Passes(
             self.units,
@@ -176,10 +182,43 @@ class ZeroEngine:
             )
         return specs
 
+    def _make_homes(self) -> Homes | None:
+        policy, plan = self.options.offload, self.plan
+        if policy is None or not plan.shard_optimizer:
+            return None
+        return Homes(policy, self.topology.device, plan.shard_params, self.options.tile, self.topology.rank)
+
+    def _admit(self, units: Sequence[Unit]) -> Mapping[int, UnitHome]:
+        """Homes for new units. Collective: a disk that is too small on one rank is an error on all."""
+        if self.homes is None:
+            return {}
+        made: Mapping[int, UnitHome] = {}
+        problem = None
+        try:
+            made = self.homes.admit(units, self._element_states)
+        except ConfigError as error:
+            problem = str(error)
+        for rank, other in enumerate(self.agreement.everyone(problem)):
+            if other is not None:
+                self.homes.close()
+                raise ConfigError(f"rank {rank}: {other}")
+        return made
+
+    def _element_states(self, unit: Unit) -> dict[str, torch.dtype]:
+        """Optimizer states of a unit with one value per element."""
+        found: dict[str, torch.dtype] = {}
+        for group in sorted({slot.group for slot in unit.slots if slot.group >= 0}):
+            for sharded in self.optimizers:
+                if group in sharded.groups:
+                    place = group - sharded.first_group
+                    found.update(element_states(sharded.optimizer, place, unit.master_dtype))
+        return found
+
     def _add_units(self, layout: Layout, read: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        homes = self._admit(layout.units)
         for unit in layout.units:
             parameters = [self.table.parameter(slot.name) for slot in unit.slots]
-            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.rank)
+            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.rank, homes.get(unit.index))
             buffers.fill(read, partial(self.collectives.broadcast, what=unit.name), self.topology.device)
             self.units[unit.index] = buffers
             self.table.place(unit)
@@ -307,6 +346,8 @@ class ZeroEngine:
                 sharded.drop(self.reducer.units[index])
             self.reducer.remove(index)
         self.residency.units.pop(index)
+        if self.homes is not None:
+            self.homes.drop(index)
 
     def _touch(self, index: int, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Someone wants values of a released parameter. See [Note: a released parameter is safe]."""
@@ -345,6 +386,9 @@ class ZeroEngine:
         )
 
     def _before_step(self, sharded: ShardedOptimizer, args: Any, kwargs: Any) -> None:
+        if sharded.swapped:  # a class whose `step` calls that of another one, hooked as well
+            self._steps_within += 1
+            return
         if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
             raise ConfigError(
                 "optimizer.step(closure) would run backward while the optimizer's groups hold shards. Run the closure "
@@ -357,14 +401,28 @@ class ZeroEngine:
             )
         self.values.absorb()
         self.norms.step_begins(sharded)
-        sharded.swap_in()
+        self._steps_within = 0
+        apart = sharded.swap_in()
+        if self._apart is not None:
+            self.residency.forget_expected()
+            self._publishing = self._apart.step(sharded, apart)
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
+        if self._steps_within:
+            self._steps_within -= 1
+            return
         sharded.swap_out()
         self.steps += 1
         touched = sharded.touched_units()
-        self.residency.republish(touched)
+        self.residency.republish([index for index in touched if not self._steps_apart(index)])
+        publishing, self._publishing = self._publishing, []
+        for work in publishing:
+            work.wait()
         self.values.written(touched)
+
+    def _steps_apart(self, index: int) -> bool:
+        home = self.units[index].home
+        return home is not None and home.steps_apart
 
     def _after_zero_grad(self, sharded: ShardedOptimizer) -> None:
         self.reducer.zero(sharded.groups)
@@ -375,12 +433,21 @@ class ZeroEngine:
     # End ------------------------------------------------------------------------------------------------------------
 
     def model_state_bytes(self) -> int:
-        """Bytes of parameters, reduced gradients and optimizer states that this rank holds between steps."""
+        """Bytes of parameters, reduced gradients and optimizer states that this rank has in memory between steps.
+
+        On the device and, with offload, on the host; staging buffers included, files not.
+        """
         return (
             sum(buffers.state_nbytes for buffers in self.units.values())
+            + (self.homes.buffer_bytes if self.homes is not None else 0)
             + self.reducer.state_nbytes
             + sum(sharded.state_nbytes for sharded in self.optimizers)
         )
+
+    @property
+    def swaps(self) -> bool:
+        """Whether values of some unit are on disk, on any rank."""
+        return self.homes is not None and self.homes.space is not None
 
     @property
     def failed(self) -> bool:
@@ -393,6 +460,7 @@ class ZeroEngine:
         self.passes.abort()
         self.residency.abandon()
         self.reducer.abandon()
+        self._publishing = []
         for sharded in self.optimizers:
             sharded.swap_out()
 
@@ -400,7 +468,7 @@ class ZeroEngine:
         """The whole module is moved or cast, by its user or by another strategy: it becomes a plain one first."""
         if self.passes.depth:
             raise ConfigError("A module cannot be moved or cast inside a step while its parameters are sharded.")
-        if any(len(b.master) < b.unit.numel and not b.aliased for b in self.units.values()):
+        if any(not b.keeps_all and not b.aliased for b in self.units.values()):
             self.agreement.rendezvous(
                 "moving or casting a sharded module", "It is made whole first; call `to`, `cpu` ... on every rank."
             )
@@ -417,6 +485,8 @@ class ZeroEngine:
             self._remove_unit(index)
             buffers.dissolve(full)
         self.hooks.remove()
+        if self.homes is not None:
+            self.homes.close()
 
 
 def _value(parameter: nn.Parameter) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_lightning.layout.boxes import Box, boxes
+from ds_lightning.offload.stored import Values, present
 from ds_lightning.zero.released import METADATA
 
 
@@ -36,7 +37,7 @@ class Source(Protocol):
 class SharedSource(Source, Protocol):
     """A source that is spread over ranks."""
 
-    def pieces(self) -> Sequence[tuple[int, torch.Tensor]]:
+    def pieces(self) -> Sequence[tuple[int, Values]]:
         """What this rank has to write: `(first row-major element, 1-D values)`, disjoint over all ranks."""
 
 
@@ -108,14 +109,15 @@ class LogicalTensor(torch.Tensor):
 
     # What torch.distributed.checkpoint asks: ordinary chunks of an N-dimensional tensor.
 
-    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+    def _boxes(self) -> Iterator[tuple[Box, Values]]:
+        """The boxes of this rank with their values, 1-D."""
         if self._value is None and hasattr(self._source, "pieces"):
             pieces = self._source.pieces()
         else:
             pieces = [(0, self.flat(0, self.numel()))]
         for start, values in pieces:
             for box in boxes(self.shape, start, start + values.numel()):
-                yield box, values[box.start - start : box.start - start + box.numel].view(box.sizes)
+                yield box, values[box.start - start : box.start - start + box.numel]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[Any]:
         """One item per box."""
@@ -146,7 +148,7 @@ class LogicalTensor(torch.Tensor):
         """The values of the box at an index."""
         for box, values in self._boxes():
             if torch.Size(box.offsets) == index.offset:
-                return values
+                return present(values).view(box.sizes)
         raise KeyError(f"{index} is not on this rank")
 
 

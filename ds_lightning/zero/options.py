@@ -9,6 +9,7 @@ import torch
 from ds_lightning.config import ResolvedConfig
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
+from ds_lightning.offload.policy import Home, OffloadPolicy
 from ds_lightning.precision.dtypes import DtypePolicy
 from ds_lightning.zero.reduce import ReduceOptions
 
@@ -31,6 +32,7 @@ class EngineOptions:
             model once.
         max_reuse_distance: `stage3_max_reuse_distance`; None keeps a unit only when it is needed again at once.
         allow_untested_optimizer: `zero_allow_untested_optimizer`.
+        offload: where shards live that are not on the device; None keeps all of them there.
     """
 
     layout: LayoutOptions = field(default_factory=LayoutOptions)
@@ -43,6 +45,13 @@ class EngineOptions:
     max_live: int = 1_000_000_000
     max_reuse_distance: int | None = None
     allow_untested_optimizer: bool = False
+    offload: OffloadPolicy | None = None
+
+    @property
+    def read_ahead(self) -> int:
+        """Elements of shards on disk that are read before they are gathered; 0 without such shards."""
+        policy = self.offload
+        return 0 if policy is None or policy.param is not Home.DISK else policy.read_ahead
 
     @classmethod
     def from_config(cls, resolved: ResolvedConfig, dtypes: DtypePolicy | None) -> EngineOptions:
@@ -83,4 +92,5 @@ class EngineOptions:
             max_live=int(zero.stage3_max_live_parameters),
             max_reuse_distance=chosen("stage3_max_reuse_distance"),
             allow_untested_optimizer=bool(resolved.zero_allow_untested_optimizer),
+            offload=OffloadPolicy.from_config(resolved),
         )

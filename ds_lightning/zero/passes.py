@@ -133,6 +133,8 @@ class Passes:
         if not self.evaluating:
             self._residency.release_all()
         self._touched.clear()
+        if self._options.read_ahead:
+            self._residency.forget_expected()
         self._order.restart()
         self._buffers.before_forward(torch.is_grad_enabled() and self._reducer.sync)
 
@@ -261,6 +263,8 @@ class Passes:
             budget = max(self._units[index].unit.numel for index in self._sharded())
         for index in order.upcoming(min(budget, self._options.max_live - self._residency.live_numel())):
             self._residency.prefetch(index)
+        if self._options.read_ahead:
+            self._residency.expect(order.upcoming(self._options.read_ahead * self._agreement.topology.world_size))
 
     def _sharded(self) -> list[int]:
         return [index for units in self._scope_units.values() for index in units]

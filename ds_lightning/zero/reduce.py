@@ -55,7 +55,9 @@ class UnitGradients:
     """The gradients of one unit on this rank, from the hooks of its parameters to its reduced shard.
 
     Attributes:
-        grad: reduced gradient in the master's dtype, `[chunk]`, or `[unit.numel]` at stage 0; None before the first.
+        grad: reduced gradient in the master's dtype, `[chunk]`, or `[unit.numel]` at stage 0; None before the first,
+            and where gradients live on disk.
+        on_disk: the reduced gradient, where it lives on disk.
         valid: whether `grad` holds anything since it was last zeroed.
         present: per slot, whether any rank had a gradient since it was last zeroed.
     """
@@ -63,6 +65,7 @@ class UnitGradients:
     def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None) -> None:
         unit = buffers.unit
         self.buffers = buffers
+        self.home = buffers.home
         self.unit = unit
         self.parameters = buffers.parameters
         self.dtype = dtype or unit.dtype
@@ -72,6 +75,7 @@ class UnitGradients:
         self.all_pieces = unit.pieces(0, unit.numel)
         self.owned_pieces = unit.pieces(*buffers.owned)
         self.grad: torch.Tensor | None = None
+        self.on_disk = self.home.gradient(self.owned_pieces) if self.home is not None else None
         self.valid = False
         self.present = [False] * len(unit.slots)
         self.arrived = bytearray(len(unit.slots))  # in this backward
@@ -165,14 +169,39 @@ class UnitGradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def destination(self) -> torch.Tensor:
-        """This rank's chunk of the reduced gradient; memory is allocated once."""
+    def open(self, accumulate: bool) -> torch.Tensor:
+        """Where this rank's chunk of a reduced gradient is to be put, or added to what is there; then `close`."""
+        if self.on_disk is not None:
+            return self.on_disk.open(accumulate)
+        device = self.buffers.full.device
         if self.grad is None:
             numel = self.unit.numel if self.whole else self.unit.chunk
-            with torch.inference_mode(False):
-                self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
+            if self.home is not None:
+                self.grad = self.home.host_tensor(numel, self.unit.master_dtype)
+            else:
+                with torch.inference_mode(False):
+                    self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=device)
         start, stop = self.buffers.owned
-        return self.grad[start:stop] if self.whole else self.grad
+        own = self.grad[start:stop] if self.whole else self.grad
+        if own.device == device:
+            return own
+        # Reductions add on the device that computes; what lives on the host visits it.
+        return own.to(device, non_blocking=True) if accumulate else torch.empty_like(own, device=device)
+
+    def close(self, values: torch.Tensor) -> None:
+        """What `open` gave holds the gradient."""
+        if self.on_disk is not None:
+            self.on_disk.close(values)
+        elif self.grad is not None and values.device != self.grad.device:
+            self.grad.copy_(values, non_blocking=True)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Reduced gradient of elements `[start, stop)` of the unit that are on this rank, not to be changed."""
+        if self.on_disk is not None:
+            return self.on_disk.read(start, stop)
+        assert self.grad is not None
+        offset = 0 if self.whole else self.buffers.owned[0]
+        return self.grad[start - offset : stop - offset]
 
     def expose(self) -> None:
         """Show the averaged gradient in `p.grad` (stage 0)."""
@@ -189,6 +218,8 @@ class UnitGradients:
             self.valid = False
             self.local = None
             return
+        if self.on_disk is not None and self.valid:
+            self.on_disk.zero(groups)
         for slot, keep in zip(self.unit.slots, kept, strict=True):
             if keep:
                 continue
@@ -337,10 +368,11 @@ class GradientReducer:
         """Wait for the oldest reduction and add its result to the shard."""
         gradients, pending, taken = self._in_flight.popleft()
         with torch.no_grad():
-            destination = gradients.destination()
             # Exposed gradients came in through `p.grad` and are part of the first sum of a backward already.
             accumulate = gradients.valid and (not gradients.exposes or gradients.landed > 0)
+            destination = gradients.open(accumulate)
             pending.finish(destination, 1.0 / self._collectives.topology.world_size, accumulate)
+            gradients.close(destination)
         gradients.valid = True
         gradients.landed += 1
         for tensor in taken:

@@ -156,7 +156,7 @@ class ResidencyManager:
         buffers = entry.buffers
         with torch.no_grad():
             buffers.allocate()
-            buffers.own_chunk().copy_(buffers.master)
+            buffers.place_own()
         tag = buffers.unit.index * TAGS + GATHER_TAG
         entry.pending = self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece)
         entry.state = Residency.GATHERING
@@ -216,25 +216,49 @@ class ResidencyManager:
 
     def republish(self, indices: Iterable[int]) -> None:
         """Spread updated master values to every rank, in all units whose values are present. Collective."""
-        pending = []
-        with torch.no_grad():
-            for index in indices:
-                entry = self.units[index]
-                buffers = entry.buffers
-                if entry.state is not Residency.FULL:
-                    continue
-                if buffers.start == 0 and buffers.stop == buffers.unit.numel and not buffers.sharded:
-                    buffers.refresh()  # every rank updated all of it
-                else:
-                    if buffers.sharded:
-                        buffers.own_chunk().copy_(buffers.master)
-                    else:
-                        buffers.refresh()
-                    tag = index * TAGS + GATHER_TAG
-                    pending.append(self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece))
-                torch.autograd.graph.increment_version(buffers.parameters)
+        pending: list[Pending] = []
+        for index in indices:
+            pending += self.publish(index)
         for work in pending:
             work.wait()
+
+    def publish(self, index: int, copied: bool = False) -> list[Pending]:
+        """Begin to spread one unit's updated master values, if its values are present. Collective.
+
+        Args:
+            index: the unit.
+            copied: this rank's part of a unit that is not sharded has them already.
+
+        Returns:
+            What is to be waited for.
+        """
+        entry = self.units[index]
+        buffers = entry.buffers
+        if entry.state is not Residency.FULL:
+            return []
+        with torch.no_grad():
+            if buffers.sharded:
+                buffers.place_own()
+            elif not copied:
+                buffers.refresh()
+            torch.autograd.graph.increment_version(buffers.parameters)
+            if buffers.keeps_all and not buffers.sharded:
+                return []  # every rank updated all of it
+            tag = index * TAGS + GATHER_TAG
+            return [self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece)]
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """These units will be gathered soon: begin to read what is on disk."""
+        for index in indices:
+            entry = self.units[index]
+            if entry.state is Residency.SHARDED and entry.buffers.home is not None:
+                entry.buffers.home.expect()
+
+    def forget_expected(self) -> None:
+        """What was read ahead is out of date, or nobody comes for it."""
+        for entry in self.units.values():
+            if entry.buffers.home is not None:
+                entry.buffers.home.forget_ahead()
 
     def _release(self, entry: UnitResidency) -> None:
         parameters = entry.buffers.parameters

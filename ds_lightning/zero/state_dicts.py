@@ -84,15 +84,14 @@ class StateDicts:
                 torch.autograd.graph.increment_version(parameter)
             start, stop = max(slot.start, buffers.start), min(slot.stop, buffers.stop)
             if stop > start:
-                target = buffers.master[start - buffers.start : stop - buffers.start]
-                target.copy_(flat_range(source, start - slot.start, stop - slot.start))
+                buffers.write_master(start, flat_range(source, start - slot.start, stop - slot.start))
         self._values.forget(index)
         return parameter
 
     def before_state_dict(self) -> None:
         """Some module's `state_dict` begins."""
         direct = not self._depth and self._collected is None
-        if direct and any(len(b.master) < b.unit.numel and not self._is_current(i) for i, b in self._units.items()):
+        if direct and any(not b.keeps_all and not self._is_current(i) for i, b in self._units.items()):
             self._agreement.rendezvous(
                 "state_dict() of a sharded module", "Call it on every rank, or save with trainer.save_checkpoint."
             )

@@ -12,6 +12,7 @@ from torch import nn
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.errors import ConfigError, ReleasedParameterError
+from ds_lightning.offload.stored import present
 from ds_lightning.optim.sharded import ShardedOptimizer
 from ds_lightning.optim.unit_states import element_keys, merged, outline, pieces_of
 from ds_lightning.zero.buffers import UnitBuffers
@@ -64,11 +65,11 @@ class FullValues:
     def full_values(self, index: int) -> torch.Tensor:
         """Master values of a whole unit, `[unit.numel]`. Collective."""
         buffers = self._units[index]
-        if buffers.master.numel() == buffers.unit.numel:
-            return buffers.master
+        if buffers.keeps_all:
+            return buffers.read_master().to(self._topology.device)
         if buffers.aliased:
             return buffers.full
-        return self.spread(index, buffers.master, buffers.master.dtype)
+        return self.spread(index, buffers.read_master(), buffers.unit.master_dtype)
 
     def spread(self, index: int, own: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Put every rank's chunk of a unit-sized tensor together, zeros where a rank has none. Collective."""
@@ -93,7 +94,7 @@ class FullValues:
         for key, dtype in element_keys(known):
             local = torch.zeros(unit.numel, dtype=dtype, device=self._topology.device)
             for start, values in pieces_of(mine, key, dtype):
-                local[start : start + values.numel()].copy_(values)
+                local[start : start + values.numel()].copy_(present(values))
             if self._plan.shard_optimizer:
                 own = local[buffers.owned[0] : buffers.owned[1]]
                 local = self.spread(index, own, dtype)
@@ -142,9 +143,11 @@ class FullValues:
     def _rewritten(self, index: int) -> bool:
         """Whether this rank's part of a sharded unit was changed past autograd's eyes, through `.data`."""
         buffers = self._units[index]
+        if not buffers.sharded:
+            return False
         own = buffers.own_chunk()
-        same = buffers.master.to(own.dtype)
-        return buffers.sharded and not torch.allclose(own, same, rtol=0, atol=0, equal_nan=True)
+        same = buffers.read_master().to(device=own.device, dtype=own.dtype)
+        return not torch.allclose(own, same, rtol=0, atol=0, equal_nan=True)
 
     def _keep_changes(self, parameters: Sequence[nn.Parameter], units: Sequence[int], modifier_rank: int) -> None:
         with torch.no_grad():
@@ -187,9 +190,9 @@ class FullValues:
             for index in self._shown:
                 buffers, own = self._units[index], vectors[index]
                 buffers.set_aside()
-                if len(buffers.master) == buffers.unit.numel > buffers.unit.chunk:  # every rank keeps all of it
+                if buffers.numel == buffers.unit.numel > buffers.unit.chunk:  # every rank keeps all of it
                     own = self.spread(index, own, own.dtype)
-                buffers.master.copy_(own)
+                buffers.write_master(buffers.start, own)
         self._residency.republish(self._shown)
         self.written(self._shown)
 
@@ -231,13 +234,16 @@ class FullValues:
         """Master values follow `full` where the two differ by more than rounding."""
         buffers = self._units[index]
         with torch.no_grad():
-            if buffers.full.dtype == buffers.master.dtype:
-                if buffers.sharded:
-                    buffers.master.copy_(buffers.own_chunk())
+            if buffers.aliased:
                 return
             current = buffers.full[buffers.start : buffers.stop]
-            changed = current.ne(buffers.master.to(current.dtype))
-            buffers.master.copy_(torch.where(changed, current.to(buffers.master.dtype), buffers.master))
+            master = buffers.read_master()
+            if current.dtype == master.dtype:
+                buffers.write_master(buffers.start, current)
+                return
+            current = current.to(master.device)
+            changed = current.ne(master.to(current.dtype))
+            buffers.write_master(buffers.start, torch.where(changed, current.to(master.dtype), master))
 
     def written(self, units: Iterable[int]) -> None:
         """The engine itself has written these units: that is no news to `absorb`."""

@@ -98,7 +98,7 @@ class DeepSpeedConfig(Block):
         status="inert",
         remark="use zero_optimization.allgather_bucket_size",
     )
-    aio: AioConfig = key(AioConfig, "File I/O.", status="inert", remark="acts with NVMe offload only")
+    aio: AioConfig = key(AioConfig, "How files of NVMe offload are read and written.")
     activation_checkpointing: ActivationCheckpointingConfig = key(ActivationCheckpointingConfig, "Recomputation.")
     sparse_attention: SparseAttentionConfig | None = key(None, "Block-sparse attention; present is on.")
     flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "Operations per module.")

@@ -30,13 +30,9 @@ def stage(number, **rest):
         ),
         (stage(2, offload_param={"device": "cpu"}), "offload_param.device: cpu needs stage 3"),
         (stage(2, cpu_offload_param=True), "offload_param.device: cpu needs stage 3"),
-        (stage(2, offload_optimizer={"device": "nvme", "nvme_path": "/x"}), "nvme needs stage 3"),
         (stage(3, offload_optimizer={"device": "nvme"}), "offload_optimizer.nvme_path"),
         (stage(0, offload_optimizer={"device": "cpu"}), "cpu needs stage 1, 2 or 3"),
-        (
-            stage(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-            "ratio: below 1 needs stage 3",
-        ),
+        (stage(0, offload_optimizer={"device": "nvme", "nvme_path": "/x"}), "nvme needs stage 1, 2 or 3"),
         (stage(2, offload_optimizer={"super_offload": True}), "super_offload: needs stage 3"),
         (stage(2, legacy_stage1=True), "legacy_stage1"),
         (stage(3, zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter=true"),
@@ -104,8 +100,7 @@ def test_stage_checks_wait_for_the_stage():
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        (stage(1, cpu_offload=True), "zero_optimization.offload_optimizer.device"),
-        (stage(3, offload_param={"device": "cpu"}), "zero_optimization.offload_param.device"),
+        (stage(3, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_offload"),
         (stage(3, zero_hpz_partition_size=2), "zero_optimization.zero_hpz_partition_size"),
         (stage(3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (stage(3, zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients"),

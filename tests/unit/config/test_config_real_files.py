@@ -14,21 +14,13 @@ UNSUPPORTED = {
     "amp": {"amp.enabled"},
     "autotuning": {"autotuning.enabled"},
     "data_efficiency": {"data_efficiency.enabled"},
-    "full_zero3_nvme": {
-        "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_param.device",
-        "flops_profiler.enabled",
-    },
+    "full_zero3_nvme": {"flops_profiler.enabled"},
     "minimal_fp16": set(),
     "onebit_adam": {"optimizer.type"},
     "onebit_lamb": {"optimizer.type"},
     "sparse_attention_fixed": {"sparse_attention"},
-    "zero2_auto": {"zero_optimization.offload_optimizer.device", "scheduler.type"},
-    "zero3_auto": {
-        "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_param.device",
-        "scheduler.type",
-    },
+    "zero2_auto": {"scheduler.type"},
+    "zero3_auto": {"scheduler.type"},
     "zero_one_adam": {"optimizer.type"},
 }
 FACTS = Facts(
@@ -55,9 +47,6 @@ def without_unbuilt(data):
         "sparse_attention",
     ):
         data.pop(name, None)
-    for name in ("offload_param", "offload_optimizer"):
-        if isinstance(data.get("zero_optimization"), dict):
-            data["zero_optimization"].pop(name, None)
     if data.get("optimizer", {}).get("type") in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"):
         del data["optimizer"]
     return data

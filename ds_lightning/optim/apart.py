@@ -1,0 +1,224 @@
+"""Steps on units whose states do not live on the device: unit by unit, tile by tile, where the states are.
+
+[Note: a step in parts] An optimizer's `step` knows nothing of tiles. It runs once for each, with groups that hold what
+is in memory just then; what torch and Lightning hang around a step runs once. While a tile steps, the next one is read
+and the last one written (`pipeline_read`, `pipeline_write`), and the parameters of units that are done already travel
+to the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ds_lightning.comm.collectives import Pending
+from ds_lightning.offload.homes import Homes, UnitHome
+from ds_lightning.offload.swap import BufferPool
+from ds_lightning.offload.tiles import GRADIENT, MASTER, SHARD
+from ds_lightning.ops.aio import Transfer
+from ds_lightning.optim.elementwise import plain_step
+from ds_lightning.optim.sharded import Run, ShardedOptimizer
+from ds_lightning.zero.reduce import UnitGradients
+from ds_lightning.zero.residency import ResidencyManager
+
+
+@dataclass(slots=True)
+class _Tile:
+    """What is stepped on at once, of one unit.
+
+    Attributes:
+        gradients: of the unit.
+        number: of the tile in the unit's file; 0 where nothing is on disk.
+        runs: in the tile, with a gradient.
+        buffer: staging buffer, once it is being read.
+        reads: transfers into it.
+    """
+
+    gradients: UnitGradients
+    number: int
+    runs: list[Run]
+    buffer: torch.Tensor | None = None
+    reads: list[Transfer] = field(default_factory=list)
+
+    @property
+    def home(self) -> UnitHome:
+        assert self.gradients.home is not None
+        return self.gradients.home
+
+
+class StepsApart:
+    """Runs optimizers on offloaded units.
+
+    Args:
+        homes: where units live.
+        residency: publishes what was stepped on.
+    """
+
+    def __init__(self, homes: Homes, residency: ResidencyManager) -> None:
+        self._homes = homes
+        self._residency = residency
+
+    def step(self, sharded: ShardedOptimizer, runs: Sequence[Run]) -> list[Pending]:
+        """Step on `runs` and begin to publish their units. Collective; in a step of `sharded`.
+
+        Returns:
+            What is to be waited for before parameters are used.
+        """
+        pending: list[Pending] = []
+        tiles = list(_tiles(runs))
+        touched = set(sharded.touched_units())
+        units = [g for g in sharded.units if g.home is not None and g.home.steps_apart and g.unit.index in touched]
+        step = plain_step(sharded.optimizer)
+        policy = self._homes.policy
+        with torch.no_grad():
+            place = 0
+            for gradients in sorted(units, key=lambda g: g.unit.index):
+                while place < len(tiles) and tiles[place].gradients is gradients:
+                    tile = tiles[place]
+                    self._begin(tile, sharded)
+                    if policy.pipeline_read and place + 1 < len(tiles):
+                        self._begin(tiles[place + 1], sharded)
+                    writes = self._step(tile, sharded, step)
+                    if not policy.pipeline_write:
+                        for transfer in writes:
+                            transfer.wait()
+                    place += 1
+                pending += self._residency.publish(gradients.unit.index, copied=True)
+            sharded.show_near()
+        return pending
+
+    @property
+    def _records(self) -> BufferPool:
+        assert self._homes.space is not None
+        return self._homes.space.records
+
+    def _begin(self, tile: _Tile, sharded: ShardedOptimizer) -> None:
+        """Begin to read a tile, if it is on disk and nobody has begun yet."""
+        swap = tile.home.swap
+        if swap is None or tile.buffer is not None:
+            return
+        tile.buffer = self._records.take()
+        keys = list(swap.layout.regions)
+        known = tile.number in swap.stateful  # states of any run, also of those that do not step now
+        last = keys[-1] if known else MASTER if MASTER in keys else GRADIENT
+        tile.reads = swap.start_read_tile(tile.number, tile.buffer, last)
+
+    def _step(self, tile: _Tile, sharded: ShardedOptimizer, step: Callable[[], object]) -> list[Transfer]:
+        """Step on one tile; returns the writes under way."""
+        home = tile.home
+        if home.swap is None:
+            for run in tile.runs:
+                run.parameter.grad = run.gradient
+            sharded.show(tile.runs)
+            step()
+            self._copy_out(tile)
+            for run in tile.runs:
+                run.parameter.grad = None
+            return []
+        for transfer in tile.reads:
+            transfer.wait()
+        assert tile.buffer is not None
+        try:
+            self._stage_in(tile, sharded)
+            sharded.show(tile.runs)
+            step()
+            self._copy_out(tile)
+            writes = self._stage_out(tile, sharded)
+        except BaseException:
+            self._forget(tile, sharded)
+            raise
+        self._records.give(tile.buffer, writes)
+        return writes
+
+    def _copy_out(self, tile: _Tile) -> None:
+        """New values go where parameters are, in their dtype."""
+        for run in tile.runs:
+            target = tile.gradients.buffers.published(run.start, run.stop)
+            if target is not None:
+                target.copy_(run.parameter.view(-1), non_blocking=True)
+
+    def _stage_in(self, tile: _Tile, sharded: ShardedOptimizer) -> None:
+        """Parameters, gradients and states of the runs become views of the staging buffer."""
+        swap, buffer = tile.home.swap, tile.buffer
+        assert swap is not None
+        assert buffer is not None
+        buffers = tile.gradients.buffers
+        first = buffers.start + swap.layout.span(tile.number)[0]
+        views = {key: swap.view(buffer, tile.number, key) for key in swap.layout.regions}
+        on_disk = tile.gradients.on_disk
+        assert on_disk is not None
+        on_disk.apply(views[GRADIENT], first)
+        for run in tile.runs:
+            part = slice(run.start - first, run.stop - first)
+            if MASTER in views:
+                run.parameter.data = views[MASTER][part]
+            run.parameter.grad = views[GRADIENT][part]
+            if run.stored:
+                sharded.optimizer.state[run.parameter].update({key: views[key][part] for key in run.stored})
+
+    def _stage_out(self, tile: _Tile, sharded: ShardedOptimizer) -> list[Transfer]:
+        """Write what has changed."""
+        home, swap, buffer = tile.home, tile.home.swap, tile.buffer
+        assert swap is not None
+        assert buffer is not None
+        start = swap.layout.span(tile.number)[0]
+        first = tile.gradients.buffers.start + start
+        for run in tile.runs:
+            state = sharded.optimizer.state.get(run.parameter, {})
+            stored = []
+            for key in swap.layout.regions.keys() & state.keys():
+                view = swap.view(buffer, tile.number, key)[run.start - first : run.stop - first]
+                value = state.pop(key)
+                if value.data_ptr() != view.data_ptr():  # made in this step
+                    view.copy_(value.view(-1))
+                stored.append(key)
+            run.stored = tuple(stored)
+        self._let_go(tile)
+        writes = []
+        if home.shard_on_disk:
+            copy = swap.shard_view(buffer, tile.number).copy_(swap.view(buffer, tile.number, MASTER))
+            writes += swap.start_write(SHARD, start, copy)
+        changed = [key for key in swap.layout.regions if key != GRADIENT]
+        if changed:
+            writes += swap.start_write_tile(tile.number, buffer, changed[0])
+        return writes
+
+    def _let_go(self, tile: _Tile) -> None:
+        """Nothing points into the staging buffer any more."""
+        for run in tile.runs:
+            run.parameter.grad = None
+            if tile.gradients.buffers.on_disk:
+                run.parameter.data = run.parameter.new_empty(0)
+
+    def _forget(self, tile: _Tile, sharded: ShardedOptimizer) -> None:
+        """A step has failed: what is on disk holds."""
+        assert tile.buffer is not None
+        for run in tile.runs:
+            state = sharded.optimizer.state.get(run.parameter, {})
+            for key in run.stored:
+                state.pop(key, None)
+        self._let_go(tile)
+        self._records.give(tile.buffer)
+
+
+def _tiles(runs: Sequence[Run]) -> Iterator[_Tile]:
+    """Runs by unit and tile, in order."""
+
+    def key(run: Run) -> tuple[int, int]:
+        home = run.gradients.home
+        assert home is not None
+        number = 0 if home.swap is None else (run.start - run.gradients.buffers.start) // home.swap.layout.tile
+        return run.gradients.unit.index, number
+
+    tile: _Tile | None = None
+    for run in sorted(runs, key=lambda run: (*key(run), run.start)):
+        number = key(run)[1]
+        if tile is None or tile.gradients is not run.gradients or tile.number != number:
+            if tile is not None:
+                yield tile
+            tile = _Tile(run.gradients, number, [])
+        tile.runs.append(run)
+    if tile is not None:
+        yield tile
