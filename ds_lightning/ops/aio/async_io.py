@@ -10,7 +10,7 @@ import torch
 
 from ds_lightning.errors import ConfigError
 from ds_lightning.ops.aio import memory
-from ds_lightning.ops.aio.choice import EngineName, choose, start
+from ds_lightning.ops.aio.choice import EngineName, start
 from ds_lightning.ops.aio.file import File, Mode
 from ds_lightning.ops.aio.request import Engine, Options
 from ds_lightning.ops.aio.transfer import Transfer
@@ -74,9 +74,7 @@ class AsyncIO:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.options = Options(block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
-        choice = choose(engine)
-        self.engine, self.why = choice
-        self._engine = start(choice, self.options)
+        self._engine, self.engine, self.why = start(engine, self.options)
         self._pid = os.getpid()
         self._under_way = _UnderWay()
         self._end = weakref.finalize(self, _end, self._engine, self._under_way, self._pid)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ds_lightning.errors import NativeOpError
 from ds_lightning.ops import native
+from ds_lightning.ops.aio.native_engine import NativeEngine
 from ds_lightning.ops.aio.python_engine import PythonEngine
 from ds_lightning.ops.aio.request import Engine, Options
 
@@ -15,15 +16,18 @@ SWITCH = "DS_LIGHTNING_AIO"
 _NATIVE = ("io_uring", "libaio", "threads")  # the best first
 
 
-class Choice(NamedTuple):
-    """The name of an engine and why no better one runs, in words; empty for the best."""
+class Running(NamedTuple):
+    """An engine, its name, and why no better one runs, in words; empty for the best."""
 
+    engine: Engine
     name: str
     why: str
 
 
-def choose(name: str) -> Choice:
-    """The engine of that name, or for "auto" what `DS_LIGHTNING_AIO` names, or else the best that runs here.
+def start(name: str, options: Options) -> Running:
+    """Starts the engine of that name, or for "auto" the one `DS_LIGHTNING_AIO` names, or else the best that runs here.
+
+    Warns once per process when that is Python's for want of native code.
 
     Raises:
         ValueError: There is no engine of that name.
@@ -35,48 +39,39 @@ def choose(name: str) -> Choice:
         source = f"{SWITCH}={name}"
     if name not in get_args(EngineName):
         raise ValueError(f"{source} is not one of {', '.join(get_args(EngineName))}.")
-    if name != "auto":
-        why_not = why_not_here(name)
-        if why_not:
-            raise NativeOpError(
-                f"{source} does not run here: {why_not}. Use engine='auto' for the best that does. "
-                "`ds-lightning doctor` shows what this installation has."
-            )
-        return Choice(name, f"{source} was asked for")
-    reasons: list[str] = []
-    for better in _NATIVE:
-        why_not = why_not_here(better)
-        if not why_not:
-            return Choice(better, "; ".join(reasons))
-        reasons.append(f"{better}: {why_not}")
-    return Choice("python", _missing() or "; ".join(reasons))
-
-
-def start(choice: Choice, options: Options) -> Engine:
-    """A running engine; tells once per process when it is Python's for want of native code."""
-    if choice.name == "python":
-        if _missing() and choice.why == _missing():
-            _warn_once(choice.why)
-        return PythonEngine(options)
-    raise NativeOpError(f"The engine {choice.name} is not built.")
-
-
-def why_not_here(name: str) -> str:
-    """Why the engine does not run on this system, in words; empty if it does."""
+    if name == "auto":
+        return _best(options)
+    why = f"{source} was asked for"
     if name == "python":
-        return ""
-    return _missing()
+        return Running(PythonEngine(options), name, why)
+    missing = native.find("_aio").why_not
+    try:
+        return Running(NativeEngine(name, options), name, why)
+    except NativeOpError as error:
+        raise NativeOpError(
+            f"{source} does not run here: {missing or error}. Use engine='auto' for the best that does. "
+            "`ds-lightning doctor` shows what this installation has."
+        ) from error
 
 
-def _missing() -> str:
-    found = native.find("_aio")
-    return "" if found.module is not None else found.why_not
+def _best(options: Options) -> Running:
+    missing = native.find("_aio").why_not
+    if missing:
+        _warn_once(missing)
+        return Running(PythonEngine(options), "python", f"no native engine: {missing}")
+    reasons: list[str] = []
+    for name in _NATIVE:
+        try:
+            return Running(NativeEngine(name, options), name, "; ".join(reasons))
+        except NativeOpError as error:
+            reasons.append(f"no {name}: {error}")
+    return Running(PythonEngine(options), "python", "; ".join(reasons))
 
 
 @cache
-def _warn_once(why: str) -> None:
+def _warn_once(missing: str) -> None:
     warnings.warn(
-        f"Files are read and written by Python threads, since the native engines are missing: {why}. The bytes are "
-        "the same, the speed is not; `ds-lightning doctor` tells what to do.",
-        stacklevel=4,
+        f"Files are read and written by Python threads, since the native engines are not there: {missing}. The bytes "
+        "are the same, the speed is not; `ds-lightning doctor` tells what to do.",
+        stacklevel=5,
     )
