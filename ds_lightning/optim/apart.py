@@ -168,7 +168,7 @@ class StepsApart:
         for run in tile.runs:
             state = sharded.optimizer.state.get(run.parameter, {})
             stored = []
-            for key in swap.layout.regions.keys() & state.keys():
+            for key in [key for key in swap.layout.regions if key in state]:
                 view = swap.view(buffer, tile.number, key)[run.start - first : run.stop - first]
                 value = state.pop(key)
                 if value.data_ptr() != view.data_ptr():  # made in this step

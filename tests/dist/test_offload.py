@@ -326,7 +326,8 @@ def equal(left, right):
 def check_looks(folder, stage, optimizer, param, precision):
     wanted = look_and_touch(stage, None, precision)
     found = look_and_touch(stage, policy(folder, optimizer, param), precision)
-    assert [place for place, pair in enumerate(zip(wanted, found, strict=True)) if not equal(*pair)] == []
+    different = [place for place, pair in enumerate(zip(wanted, found, strict=True)) if not equal(*pair)]
+    assert not different, (len(wanted), different, [(wanted[p], found[p]) for p in different[:1]])
 
 
 @pytest.mark.parametrize(
