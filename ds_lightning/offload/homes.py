@@ -74,17 +74,18 @@ class UnitHome:
         return self.unit.trainable and self.placement.master is not Home.DEVICE
 
     @property
-    def host(self) -> torch.device:
-        """Where master values, gradients and states are while they are in memory."""
-        return self._device if self.placement.master is Home.DEVICE else torch.device("cpu")
+    def away(self) -> bool:
+        """Whether master values, gradients and states are in another memory than the device's, when in memory."""
+        return self.placement.master is not Home.DEVICE and self._master_memory.separate
 
-    def keeps(self, device: torch.device) -> bool:
-        """Whether master values may be a view of the parameters on `device`."""
-        return not self.master_on_disk and self.host == device
+    @property
+    def keeps_views(self) -> bool:
+        """Whether master values may be a view of the parameters."""
+        return not self.master_on_disk and not self.away
 
-    def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for master values, gradients or states."""
-        if self.host != self._device:
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for master values, gradients or states, flat, with arbitrary content."""
+        if self.away:
             return self._master_memory.empty(numel, dtype)
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self._device)
@@ -94,7 +95,7 @@ class UnitHome:
         if self.master_on_disk:
             self.write(MASTER, 0, own)
             return own.new_empty(0)
-        return self.host_tensor(own.numel(), own.dtype).copy_(own)
+        return self.tensor(own.numel(), own.dtype).copy_(own)
 
     def take_shard(self, own: torch.Tensor) -> torch.Tensor | None:
         """Put what gathers read where it lives. Returns it if it is a copy of its own in memory."""
@@ -240,7 +241,7 @@ class Homes:
             if unit.trainable:
                 regions[GRADIENT] = unit.master_dtype
             # Where `full` on the host holds the very same values, there is no second copy.
-            if sharded or unit.dtype != unit.master_dtype or self._device.type != "cpu":
+            if sharded or unit.dtype != unit.master_dtype or self._master_memory.separate:
                 regions[MASTER] = unit.master_dtype
             if unit.trainable:
                 regions.update(states(unit))
@@ -277,7 +278,7 @@ class Homes:
             return None
         if place.master is Home.DISK:
             return None if place.shard is Home.DISK else place.shard
-        if place.master is Home.HOST and self._device.type != "cpu":
+        if place.master is Home.HOST and self._master_memory.separate:
             if place.shard is Home.DEVICE:
                 return Home.DEVICE
             return None if unit.dtype == unit.master_dtype else Home.HOST

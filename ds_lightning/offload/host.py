@@ -14,11 +14,15 @@ class HostMemory:
     memory serves: copies are slower, results the same.
 
     Args:
-        device: the device that copies; memory is locked for CUDA devices only.
+        device: the device that computes and copies; memory is locked for CUDA devices only.
         pin: `pin_memory`.
+
+    Attributes:
+        separate: whether it is another memory than the device's.
     """
 
     def __init__(self, device: torch.device, pin: bool) -> None:
+        self.separate = device.type != "cpu"
         self._pin = pin and device.type == "cuda"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

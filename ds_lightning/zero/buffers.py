@@ -70,6 +70,7 @@ class UnitBuffers:
             land in the same storage.
         master: what this rank keeps and its optimizer updates: `[chunk]`, or `[unit.numel]` where the optimizer is not
             sharded. A view of `full` wherever device, dtype and stage allow; without elements where it is on disk.
+        aliased: whether updating master values updates `full`.
         start: where the master values begin in the unit.
         stop: the element behind them.
         shard: this rank's chunk in the compute dtype, what a gather reads; None where it reads `master` or a disk.
@@ -90,6 +91,7 @@ class UnitBuffers:
         self.full = torch.empty(0)
         self.master = torch.empty(0)
         self.shard: torch.Tensor | None = None
+        self.aliased = False
         self.views: list[torch.Tensor] = []
         self._aside: tuple[torch.Tensor, torch.Tensor] | None = None  # copies of master values and `full`
 
@@ -111,11 +113,12 @@ class UnitBuffers:
             self.views = [self.full[slot.start : slot.stop].view(slot.shape) for slot in unit.slots]
             own = values[self.start : self.stop]
             # A view costs nothing, but would keep the whole unit alive where the unit is to be released.
-            alias = self.full is values and not self.sharded and (self.home is None or self.home.keeps(device))
+            keeps_views = self.home is None or self.home.keeps_views
+            self.aliased = self.full is values and not self.sharded and keeps_views
             if self.home is None:
-                self.master = own if alias else own.clone()
+                self.master = own if self.aliased else own.clone()
             else:
-                self.master = own if alias else self.home.take_master(own)
+                self.master = own if self.aliased else self.home.take_master(own)
                 self.shard = self.home.take_shard(own) if self.sharded else None
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.data = view
@@ -131,16 +134,6 @@ class UnitBuffers:
     def keeps_all(self) -> bool:
         """Whether this rank has master values for the whole unit."""
         return self.numel == self.unit.numel
-
-    @property
-    def aliased(self) -> bool:
-        """Whether updating master values updates `full`."""
-        return (
-            self.full.dtype == self.unit.master_dtype
-            and not self.sharded
-            and not self.on_disk
-            and self.full.device == self.master.device
-        )
 
     @property
     def on_disk(self) -> bool:

@@ -105,6 +105,11 @@ class UnitGradients:
         self.arrived = bytearray(len(self.unit.slots))
 
     @property
+    def away(self) -> bool:
+        """Whether reduced gradients live in another memory than the device's."""
+        return self.home is not None and self.home.away
+
+    @property
     def complete_set(self) -> bool:
         """Whether every parameter of the unit has a gradient."""
         return self.valid and all(self.present)
@@ -177,22 +182,24 @@ class UnitGradients:
         if self.grad is None:
             numel = self.unit.numel if self.whole else self.unit.chunk
             if self.home is not None:
-                self.grad = self.home.host_tensor(numel, self.unit.master_dtype)
+                self.grad = self.home.tensor(numel, self.unit.master_dtype)
             else:
                 with torch.inference_mode(False):
                     self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=device)
         start, stop = self.buffers.owned
         own = self.grad[start:stop] if self.whole else self.grad
-        if own.device == device:
+        if not self.away:
             return own
         # Reductions add on the device that computes; what lives on the host visits it.
-        return own.to(device, non_blocking=True) if accumulate else torch.empty_like(own, device=device)
+        visiting = torch.empty_like(own, device=device)
+        return visiting.copy_(own, non_blocking=True) if accumulate else visiting
 
     def close(self, values: torch.Tensor) -> None:
         """What `open` gave holds the gradient."""
         if self.on_disk is not None:
             self.on_disk.close(values)
-        elif self.grad is not None and values.device != self.grad.device:
+        elif self.away:
+            assert self.grad is not None
             self.grad.copy_(values, non_blocking=True)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -394,6 +401,9 @@ class GradientReducer:
             with torch.no_grad():
                 for gradients in self.units.values():
                     gradients.fold()
+        device = self._collectives.topology.device
+        if device.type == "cuda" and any(gradients.away for gradients in self.units.values()):
+            torch.cuda.current_stream(device).synchronize()  # the host may read what was copied to it
         self.reset()
 
     def fail(self) -> None:

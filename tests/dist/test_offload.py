@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_lightning.errors import ConfigError
+from ds_lightning.offload.host import HostMemory
 from ds_lightning.offload.policy import Home, OffloadPolicy
 from ds_lightning.offload.tiles import GRADIENT, MASTER, SHARD
 from ds_lightning.optim.ema import Averages
@@ -122,6 +124,38 @@ def test_tiles_smaller_than_units_change_nothing(world, pipelines, tmp_path):
     read, write = pipelines
     more = {"make": Wide, "pipeline_read": read, "pipeline_write": write, "buffer_count": 3}
     run_ranks(check_row, world, str(tmp_path), (3, "nvme", "nvme"), "bf16", 3, "norm", "adamw", **more)
+
+
+def check_separate(folder, place, precision):
+    """Host memory that is not the device's: values are copied to and fro, as they are for a GPU."""
+    original = HostMemory.__init__
+
+    def separate(self, device, pin):
+        original(self, device, pin)
+        self.separate = True
+
+    recipe = Recipe(accumulate=2, clip="norm", precision=precision, optimizer="adamw")
+    stage, *homes = place
+    copies = []
+    wanted = train(models.Everything, stage, recipe)
+    with mock.patch.object(HostMemory, "__init__", separate):
+        found = train(
+            models.Everything,
+            stage,
+            recipe,
+            offload=policy(folder, *homes),
+            prepare=lambda engine: copies.extend(not b.aliased for b in engine.units.values() if b.home is not None),
+        )
+    assert same_bits(found, wanted)
+    assert found.norms == wanted.norms
+    assert copies
+    assert all(copies)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", [p for p in PLACES if p[1] != "none"], ids=lambda p: "-".join(map(str, p)))
+def test_host_memory_of_its_own(place, precision, tmp_path):
+    run_ranks(check_separate, 2, str(tmp_path), place, precision)
 
 
 def check_shape(folder):
