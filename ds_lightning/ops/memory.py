@@ -25,6 +25,19 @@ def keep_freed_memory(mmap_threshold_bytes: int = 1 << 40, trim_threshold_bytes:
     return bool(module.keep_freed_memory(mmap_threshold_bytes, trim_threshold_bytes))
 
 
+def return_freed_memory() -> bool:
+    """Makes glibc give large blocks (1 MiB and more) back as soon as they are freed; undoes `keep_freed_memory`.
+
+    By default it keeps blocks of up to 32 MiB once some of that size were freed, and what lies
+    between them is lost to fragmentation: memory that is scarce should not pay for that. The price
+    is that pages of each block are faulted in anew.
+
+    Returns:
+        As `keep_freed_memory`.
+    """
+    return keep_freed_memory(1 << 20, 1 << 20)
+
+
 def release_free_memory() -> bool:
     """Gives free heap memory back to the system; False where nothing was or could be released."""
     module = native.find("_native").module

@@ -12,7 +12,7 @@ from ds_lightning.layout.flat import Unit
 from ds_lightning.offload.homes import UnitHome
 from ds_lightning.offload.stored import Values
 from ds_lightning.offload.tiles import MASTER, SHARD
-from ds_lightning.ops.memory import keep_freed_memory
+from ds_lightning.ops.memory import keep_freed_memory, return_freed_memory
 from ds_lightning.zero.plan import StagePlan
 
 ReadParameter = Callable[[nn.Parameter], torch.Tensor]
@@ -24,11 +24,19 @@ class ScratchPool:
     On CPU, memory that is freed goes back to the kernel and faults in page by page when it is allocated again, which
     costs as much as a gather. On GPUs torch's caching allocator keeps it, and so does the C library if it can be told
     to (`ops.memory.keep_freed_memory`): then nothing is kept here, and what is free serves other purposes too.
+
+    Args:
+        device: where buffers are.
+        lean: memory is scarce, so nothing that is free is kept anywhere.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lean: bool = False) -> None:
         self._device = device
-        self._keeps = device.type == "cpu" and not keep_freed_memory()
+        self._keeps = False
+        if lean:
+            return_freed_memory()
+        elif device.type == "cpu":
+            self._keeps = not keep_freed_memory()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -91,7 +91,8 @@ class ZeroEngine:
         self.ledger = Ledger()
         self.agreement = Agreement(topology)
         self.collectives = Collectives.create(topology, self.ledger)
-        self.pool = ScratchPool(topology.device)
+        offload = self.options.offload
+        self.pool = ScratchPool(topology.device, lean=offload is not None and offload.uses_disk)
         self.hooks = HookSet()
         self.homes = self._make_homes()
         self.norms = GradientNorms(self.agreement)
