@@ -25,10 +25,10 @@ _LAZY = {
     "full_optimizer_state": "ds_lightning.zero.access",
     "grad_norms": "ds_lightning.zero.access",
 }
-_LAZY_MODULES = ("callbacks",)
+_LAZY_MODULES = ("callbacks", "optim")
 
 if TYPE_CHECKING:
-    from ds_lightning import callbacks
+    from ds_lightning import callbacks, optim
     from ds_lightning.checkpoint.lightning_module import load_from_checkpoint
     from ds_lightning.precision.loss_scale import LossScaleOptions
     from ds_lightning.precision.plugin import ZeroPrecision
@@ -47,6 +47,7 @@ __all__ = [
     "gathered",
     "grad_norms",
     "load_from_checkpoint",
+    "optim",
     "register",
 ]
 
