@@ -210,10 +210,9 @@ def increment(counts: Tensors) -> list[float]:
     """Adds 1 to 0-dim tensors, as the step counts of parameters are, and returns their new values."""
     module = native.find("_native").module
     found = None if module is None else module.scan(list(counts), _PLAIN)
-    if module is not None and found is not None:
-        pointers, numels, dtype, device = found
-        if dtype == torch.float32 and device.type == "cpu" and set(numels) <= {1}:
-            values: list[float] = module.increment(pointers)
+    if module is not None and found is not None and found.dtype == torch.float32 and found.device.type == "cpu":
+        if set(found.numels.tolist()) == {1}:
+            values: list[float] = module.increment(found.pointers)
             return values
     with torch.no_grad():
         for count in counts:
@@ -236,9 +235,9 @@ class _Call(NamedTuple):
     """The arguments of one native call."""
 
     device: torch.device
-    pointers: tuple[list[int], ...]
-    copies: list[int]
-    numels: list[int]
+    pointers: list[Any]
+    """The native lists of addresses of parameters, gradients, moments and copies."""
+    numels: Any
     dtypes: tuple[torch.dtype, ...]
     """Of gradients, moments and copies."""
 
@@ -302,16 +301,13 @@ class _Step(NamedTuple):
         if _function(self.op, device.type) is None:
             return None
         scan = native.load("_native", self.op).scan
-        scanned: list[tuple[list[int], list[int], torch.dtype | None, torch.device]] = []
+        scanned: list[Any] = []
         for each in (params, grads, *moments, copies):
-            if not each:
-                scanned.append(([], [], None, device))
-                continue
             found = scan(each if type(each) is list else list(each), _PLAIN)
-            if found is None or found[1] != (scanned[0][1] if scanned else found[1]) or found[3] != device:
+            if found is None or (each and (found.device != device or scanned and found.numels != scanned[0].numels)):
                 return None
             scanned.append(found)
-        (param, grad, *of_moments, copy) = (found[2] for found in scanned)
+        param, grad, *of_moments, copy = (found.dtype for found in scanned)
         if (
             param != torch.float32
             or grad not in _NAMES
@@ -321,18 +317,20 @@ class _Step(NamedTuple):
         ):
             return None
         dtypes = (grad, of_moments[0] or torch.float32, copy or torch.bfloat16)
-        return _Call(device, tuple(found[0] for found in scanned[:-1]), scanned[-1][0], scanned[0][1], dtypes)
+        return _Call(device, [found.pointers for found in scanned], scanned[0].numels, dtypes)
 
     def _native(self, call: _Call, params: Tensors, copies: Copies) -> None:
         function = _function(self.op, call.device.type)
         assert function is not None
         names = [_NAMES[dtype] for dtype in call.dtypes]
-        arguments = (*call.pointers, call.copies, call.numels, *names, *self.numbers, self.grad_scale)
+        lists = [*call.pointers, call.numels]
+        arguments = (*names, *self.numbers, self.grad_scale)
         if call.device.type == "cuda":
+            lists = [each.tolist() for each in lists]
             with torch.cuda.device(call.device):
-                function(*arguments, torch.cuda.current_stream(call.device).cuda_stream)
+                function(*lists, *arguments, torch.cuda.current_stream(call.device).cuda_stream)
         else:
-            function(*arguments, torch.get_num_threads(), self.instruction_set)
+            function(*lists, *arguments, torch.get_num_threads(), self.instruction_set)
         # Autograd must learn of a write behind its back, as of any in-place operation.
         _written(params)
         _written([copy for copy in copies if copy is not None])
