@@ -92,7 +92,7 @@ def adam(
             g = g + p * weight_decay
         _lerp(m, g, 1 - beta1)
         v.mul_(beta2).add_(g.mul(1 - beta2).mul_(g))
-        p.add_(m.mul(-(lr / bias_correction1 * c)).div_(v.sqrt().add_(eps * c)))
+        p.add_(m.mul(-(lr / bias_correction1 * c)).div_(_sqrt(v).add_(eps * c)))
 
     numbers = (lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction1, bias_correction2)
     step = _Step("adam", rule, numbers, grad_scale, backend, instruction_set)
@@ -159,7 +159,7 @@ def adagrad(
         if weight_decay != 0:
             g = g + p * weight_decay
         s.add_(g * g)
-        p.add_(g.mul(-lr).div_(s.sqrt().add_(eps)))
+        p.add_(g.mul(-lr).div_(_sqrt(s).add_(eps)))
 
     step = _Step("adagrad", rule, (lr, eps, weight_decay), grad_scale, backend, instruction_set)
     step.run(params, grads, (sums,), copies)
@@ -210,8 +210,9 @@ def increment(counts: Tensors) -> list[float]:
     """Adds 1 to 0-dim tensors, as the step counts of parameters are, and returns their new values."""
     module = native.find("_native").module
     found = None if module is None else module.scan(list(counts), _PLAIN)
-    if module is not None and found is not None and found.dtype == torch.float32 and found.device.type == "cpu":
-        if set(found.numels.tolist()) == {1}:
+    if module is not None and found is not None:
+        plain = found.dtype == torch.float32 and found.device.type == "cpu" and set(found.numels.tolist()) == {1}
+        if plain:
             values: list[float] = module.increment(found.pointers)
             return values
     with torch.no_grad():
@@ -304,7 +305,7 @@ class _Step(NamedTuple):
         scanned: list[Any] = []
         for each in (params, grads, *moments, copies):
             found = scan(each if type(each) is list else list(each), _PLAIN)
-            if found is None or (each and (found.device != device or scanned and found.numels != scanned[0].numels)):
+            if found is None or (each and (found.device != device or (scanned and found.numels != scanned[0].numels))):
                 return None
             scanned.append(found)
         param, grad, *of_moments, copy = (found.dtype for found in scanned)
@@ -381,3 +382,8 @@ def _lerp(a: Tensor, b: Tensor, weight: float) -> None:
         a.add_((b - a).mul_(weight))
     else:
         a.copy_(b + (a - b).mul_(1 - weight))
+
+
+def _sqrt(a: Tensor) -> Tensor:
+    """The square root, correctly rounded; that of torch on CPUs, from MKL, is off by a bit for each fifth number."""
+    return a.double().sqrt_().float() if a.is_cpu and a.dtype == torch.float32 else a.sqrt()
