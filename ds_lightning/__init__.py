@@ -25,10 +25,10 @@ _LAZY = {
     "full_optimizer_state": "ds_lightning.zero.access",
     "grad_norms": "ds_lightning.zero.access",
 }
-_LAZY_MODULES = ("callbacks", "ops")
+_LAZY_MODULES = ("callbacks", "ops", "optim")
 
 if TYPE_CHECKING:
-    from ds_lightning import callbacks, ops
+    from ds_lightning import callbacks, ops, optim
     from ds_lightning.checkpoint.lightning_module import load_from_checkpoint
     from ds_lightning.precision.loss_scale import LossScaleOptions
     from ds_lightning.precision.plugin import ZeroPrecision
@@ -48,6 +48,7 @@ __all__ = [
     "grad_norms",
     "load_from_checkpoint",
     "ops",
+    "optim",
     "register",
 ]
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "bind_optim.h"
 #include "ops.h"
 
 namespace py = pybind11;
@@ -31,4 +32,5 @@ PYBIND11_MODULE(_native, m) {
   m.def("keep_freed_memory", &dsl::keep_freed_memory, release(), py::arg("mmap_threshold_bytes"),
         py::arg("trim_threshold_bytes"));
   m.def("release_free_memory", &dsl::release_free_memory, release());
+  bind_optim(m);
 }

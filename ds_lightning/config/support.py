@@ -34,19 +34,7 @@ _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
 _PLANNED_OPTIMIZERS = frozenset(
-    {
-        *(
-            "CPUAdam",
-            "FusedAdam",
-            "CPUAdagrad",
-            "Lamb",
-            "FusedLamb",
-            "Lion",
-            "CPULion",
-            "FusedLion",
-        ),
-        *("Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"),
-    }
+    {"Lamb", "FusedLamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"}
 )
 
 PLANNED = (
@@ -61,7 +49,7 @@ PLANNED = (
     Row(
         "optimizer.type",
         lambda name: name in _PLANNED_OPTIMIZERS,
-        "use Adam, AdamW, SGD, Adagrad or another optimizer of torch.optim",
+        "use Adam, AdamW, Lion, Adagrad, SGD or another optimizer of torch.optim",
     ),
     Row("scheduler.type", _not(None), "return the scheduler from configure_optimizers()"),
     Row("fp16.fp16_master_weights_and_grads", _true, _SWITCH_OFF),

@@ -32,6 +32,8 @@ def _status_of(name: str, purpose: str) -> Status:
     if found.module is None:
         return Status(name, purpose, False, f"{found.why_not}; searched {found.where}", found.fix)
     detail = found.where
+    if name == "_native":
+        detail += f" (instruction sets: {', '.join(found.module.instruction_sets())})"
     if name == "_cuda":
         detail += f" (devices: {found.module.device_count()})"
     return Status(name, purpose, True, detail)

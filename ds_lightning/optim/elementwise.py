@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 from ds_lightning.errors import ConfigError
+from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
+from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+from ds_lightning.optim.lion import CPULion, FusedLion, Lion
+from ds_lightning.optim.sgd import SGD
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-)
+) | {Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD}
 _WHOLE = frozenset(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
 

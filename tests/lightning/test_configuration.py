@@ -140,7 +140,9 @@ def from_configuration(block: dict[str, Any], kind: str, arguments: dict[str, An
         strategy = zero(stage, {"optimizer": block})
         module = WithoutOptimizer()
         trainer = fit(module, strategy, max_epochs=2)
-        assert type(trainer.optimizers[0]) is getattr(torch.optim, kind)
+        wants_torch = block["params"].get("torch_adam", False)
+        cls = getattr(torch.optim, kind) if wants_torch else getattr(dsl.optim, block["type"])
+        assert type(trainer.optimizers[0]) is cls
         assert_same(weights(module), expected, f"stage {stage}")
 
 

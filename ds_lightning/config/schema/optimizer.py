@@ -25,15 +25,16 @@ _TYPES: dict[str, Any] = {
     ),
     **dict.fromkeys(("eps_inside_sqrt", "nesterov", "maximize", "foreach", "fused", "capturable"), bool),
     **dict.fromkeys(("differentiable", "decoupled_weight_decay", "fp32_optimizer_states", "centered"), bool),
-    **dict.fromkeys(("comm_backend_name", "ns_method"), str),
+    **dict.fromkeys(("comm_backend_name", "ns_method", "moment_dtype"), str),
     **dict.fromkeys(("betas", "etas", "step_sizes"), list[float]),
 }
 _TORCH_SWITCHES = "maximize foreach differentiable fused"
 _ADAM = (
     "lr betas eps weight_decay bias_correction amsgrad torch_adam adam_w_mode set_grad_none "
-    f"capturable fp32_optimizer_states decoupled_weight_decay {_TORCH_SWITCHES}"
+    f"capturable moment_dtype fp32_optimizer_states decoupled_weight_decay {_TORCH_SWITCHES}"
 )
-_LION = "lr betas weight_decay set_grad_none"
+_ADAGRAD = f"lr eps weight_decay amsgrad lr_decay initial_accumulator_value moment_dtype {_TORCH_SWITCHES}"
+_LION = "lr betas weight_decay set_grad_none moment_dtype"
 _LAMB = "lr betas eps eps_inside_sqrt weight_decay max_coeff min_coeff bias_correction amsgrad set_grad_none"
 _ONEBIT = "lr betas eps eps_inside_sqrt weight_decay bias_correction amsgrad cuda_aware comm_backend_name"
 _LOCAL_STEPS = "var_freeze_step var_update_scaler local_step_scaler local_step_clipper"
@@ -43,8 +44,8 @@ _BUILTIN_PARAMS = {
     "AdamW": _ADAM,
     "CPUAdam": _ADAM,
     "FusedAdam": _ADAM,
-    "Adagrad": f"lr eps weight_decay amsgrad lr_decay initial_accumulator_value {_TORCH_SWITCHES}",
-    "CPUAdagrad": "lr eps weight_decay amsgrad",
+    "Adagrad": _ADAGRAD,
+    "CPUAdagrad": _ADAGRAD,
     "Lamb": _LAMB,
     "FusedLamb": _LAMB,
     "Lion": _LION,
@@ -57,7 +58,7 @@ _BUILTIN_PARAMS = {
     "MuAdam": "lr betas eps weight_decay amsgrad",
     "MuAdamW": "lr betas eps weight_decay amsgrad",
     "MuSGD": "lr momentum dampening weight_decay nesterov",
-    "SGD": f"lr momentum dampening weight_decay nesterov {_TORCH_SWITCHES}",
+    "SGD": f"lr momentum dampening weight_decay nesterov moment_dtype {_TORCH_SWITCHES}",
 }
 BUILTIN_OPTIMIZERS = tuple(_BUILTIN_PARAMS)
 TORCH_OPTIMIZERS = (

@@ -1,0 +1,6 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+// Adds the optimizer steps to a module.
+void bind_optim(pybind11::module_& m);

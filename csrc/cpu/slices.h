@@ -1,0 +1,137 @@
+// Lists of flat tensors on which one call of an optimizer works, and the walk over them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "convert.h"
+#include "isa.h"
+#include "ops.h"
+
+namespace dsl {
+
+// Four lists of pointers to flat tensors that belong together, slice by slice. Parameters are fp32.
+// Pointers may be misaligned; no two tensors may overlap.
+struct Slices {
+  std::vector<std::uintptr_t> params;
+  std::vector<std::uintptr_t> grads;
+  std::vector<std::uintptr_t> first;   // moments; empty where the rule has none
+  std::vector<std::uintptr_t> second;  // likewise
+  std::vector<std::uintptr_t> copies;  // 16-bit copies of the updated parameters; empty for none
+  std::vector<std::size_t> numels;
+  DType grad_dtype = DType::kFloat32;
+  DType moment_dtype = DType::kFloat32;
+  DType copy_dtype = DType::kBFloat16;
+};
+
+// A part of one slice.
+template <typename Rule>
+struct Part {
+  void* param;
+  const void* grad;
+  void* first;
+  void* second;
+  void* copy;
+  std::size_t numel;
+  Rule rule;
+};
+
+struct NoCopy {
+  static DSL_INLINE void store(void*, std::size_t, float) {}
+};
+
+// [Note: one pass per element] All that an element needs is read once, its new values are written
+// once: the gradient is widened and scaled, moments are widened and narrowed and the 16-bit copy is
+// rounded in registers. One loop per combination of dtypes is the price.
+template <typename Rule, typename Grad, typename Moment, typename Copy>
+struct Update {
+  static DSL_INLINE void run(const Part<Rule>& part) {
+    const Rule rule = part.rule;
+    const std::size_t numel = part.numel;
+    void* const param = part.param;
+    const void* const grad = part.grad;
+    void* const first = part.first;
+    void* const second = part.second;
+    void* const copy = part.copy;
+#pragma GCC ivdep
+    for (std::size_t i = 0; i < numel; ++i) {
+      float p = Float32::load(param, i);
+      float m = 0.0f;
+      float v = 0.0f;
+      if constexpr (Rule::kMoments > 0) m = Moment::load(first, i);
+      if constexpr (Rule::kMoments > 1) v = Moment::load(second, i);
+      rule.step(p, Grad::load(grad, i) * rule.grad_scale, m, v);
+      if constexpr (Rule::kMoments > 0) Moment::store(first, i, m);
+      if constexpr (Rule::kMoments > 1) Moment::store(second, i, v);
+      Float32::store(param, i, p);
+      Copy::store(copy, i, p);
+    }
+  }
+};
+
+template <typename T>
+struct Type {
+  using type = T;
+};
+
+template <typename Visit>
+auto with_dtype(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return visit(Type<BFloat16>{});
+    case DType::kFloat16:
+      return visit(Type<Float16>{});
+    default:
+      return visit(Type<Float32>{});
+  }
+}
+
+template <typename Rule>
+Loop<Part<Rule>> loop_of(const Slices& slices, Isa isa) {
+  return with_dtype(slices.grad_dtype, [&](auto grad) {
+    const auto with_copy = [&](auto moment) {
+      using G = typename decltype(grad)::type;
+      using M = typename decltype(moment)::type;
+      if (slices.copies.empty()) return loop_for<Update<Rule, G, M, NoCopy>, Part<Rule>>(isa);
+      if (slices.copy_dtype == DType::kFloat16) {
+        return loop_for<Update<Rule, G, M, Float16>, Part<Rule>>(isa);
+      }
+      return loop_for<Update<Rule, G, M, BFloat16>, Part<Rule>>(isa);
+    };
+    if constexpr (Rule::kMoments > 0) {
+      if (slices.moment_dtype == DType::kBFloat16) return with_copy(Type<BFloat16>{});
+    }
+    return with_copy(Type<Float32>{});
+  });
+}
+
+// Throws std::invalid_argument where lists are of unequal length or dtypes are not served.
+void check(const Slices& slices, int moments);
+
+// Calls body(slice, first element, number of elements) for all parts, on up to `threads` threads.
+void for_each_part(const Slices& slices, int threads,
+                   const std::function<void(std::size_t, std::size_t, std::size_t)>& body);
+
+std::size_t size_of(DType dtype);
+
+// One step of a rule on all slices.
+template <typename Rule>
+void update(const Slices& slices, const Rule& rule, int threads, Isa isa) {
+  check(slices, Rule::kMoments);
+  const Loop<Part<Rule>> loop = loop_of<Rule>(slices, isa);
+  const std::size_t grad_size = size_of(slices.grad_dtype);
+  const std::size_t moment_size = size_of(slices.moment_dtype);
+  const std::size_t copy_size = size_of(slices.copy_dtype);
+  for_each_part(slices, threads, [&](std::size_t k, std::size_t from, std::size_t numel) {
+    const auto at = [k, from](const std::vector<std::uintptr_t>& list, std::size_t size) {
+      return list.empty() ? nullptr : reinterpret_cast<void*>(list[k] + from * size);
+    };
+    loop({at(slices.params, sizeof(float)), at(slices.grads, grad_size),
+          at(slices.first, moment_size), at(slices.second, moment_size),
+          at(slices.copies, copy_size), numel, rule});
+  });
+}
+
+}  // namespace dsl
