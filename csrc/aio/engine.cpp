@@ -276,6 +276,7 @@ void Engine::close() {
   for (auto& thread : state_->threads) {
     if (thread.joinable()) thread.join();
   }
+  state_->queues.clear();
 }
 
 }  // namespace dsl::aio

@@ -185,5 +185,5 @@ def test_check_prints_a_row_per_key_and_fails_on_mistakes(tmp_path, capsys):
 def test_doctor_tells_versions_devices_and_native_code(capsys):
     assert main(["doctor"]) == 0
     report = capsys.readouterr().out
-    for word in ("torch", "lightning", "gloo", "_native", "_cuda"):
+    for word in ("torch", "lightning", "gloo", "_native", "_aio", "_cuda"):
         assert word in report

@@ -5,6 +5,7 @@
 
 from ds_lightning.ops.aio.async_io import AsyncIO
 from ds_lightning.ops.aio.file import File
+from ds_lightning.ops.aio.handle import AioHandle, aio_handle
 from ds_lightning.ops.aio.transfer import Transfer
 
-__all__ = ["AsyncIO", "File", "Transfer"]
+__all__ = ["AioHandle", "AsyncIO", "File", "Transfer", "aio_handle"]

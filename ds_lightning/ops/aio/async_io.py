@@ -129,7 +129,8 @@ class AsyncIO:
         """
         return self._begin(tensor, file, offset, is_write=True)
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    @staticmethod
+    def empty(nbytes: int) -> torch.Tensor:
         """Zeroed bytes at the start of a page, which move without a copy; freed with the tensor. See `memory.empty`."""
         return memory.empty(nbytes)
 

@@ -1,5 +1,6 @@
 """Memory that direct I/O takes as it is."""
 
+import contextlib
 import mmap
 
 import torch
@@ -16,14 +17,24 @@ def empty(nbytes: int) -> torch.Tensor:
     Returns:
         uint8 of shape (nbytes,) on the CPU. Its storage has exactly as many bytes.
     """
+    return mapped(nbytes)[0]
+
+
+def mapped(nbytes: int) -> tuple[torch.Tensor, mmap.mmap]:
+    """As `empty`, and the mapping that lives as long as the tensor's storage: at least a page, also for no bytes."""
     if nbytes < 0:
         raise ValueError(f"nbytes={nbytes} is negative.")
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
     if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8, count=nbytes)
+        memory = mmap.mmap(-1, max(nbytes, 1))
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes) if nbytes else _nothing()
+        return tensor, memory
     # Room to begin at a huge page; what is not touched costs addresses only.
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     skipped = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
-    return torch.frombuffer(memoryview(memory)[skipped : skipped + nbytes], dtype=torch.uint8)
+    return torch.frombuffer(memoryview(memory)[skipped : skipped + nbytes], dtype=torch.uint8), memory
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
