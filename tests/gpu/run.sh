@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the native modules for the GPU of this machine and runs every test that needs one, in less
-# than three minutes. Needs nvcc, a C++ compiler, torch for CUDA and what building and testing need
+# Builds the native modules for the GPU of this machine and runs every test that needs one; meant to
+# take less than three minutes. Needs nvcc, a C++ compiler, torch for CUDA and what building and testing need
 # (scikit-build-core, pybind11, cmake, ninja, pytest, pytest-timeout); nothing is downloaded. PYTHON
 # names the interpreter; arguments are pytest's.
 set -euo pipefail
