@@ -21,6 +21,31 @@ void reduce_sum(std::uintptr_t dst, const std::vector<std::uintptr_t>& srcs, std
                   dsl::parse_dtype(dst_dtype), scale, accumulate);
 }
 
+void pack_signs(std::uintptr_t src, std::uintptr_t dst, std::size_t numel,
+                const std::string& src_dtype) {
+  dsl::pack_signs(reinterpret_cast<const void*>(src), reinterpret_cast<void*>(dst), numel,
+                  dsl::parse_dtype(src_dtype));
+}
+
+void unpack_signs(std::uintptr_t src, std::uintptr_t dst, std::size_t numel, double scale,
+                  const std::string& dst_dtype, bool accumulate) {
+  dsl::unpack_signs(reinterpret_cast<const void*>(src), reinterpret_cast<void*>(dst), numel, scale,
+                    dsl::parse_dtype(dst_dtype), accumulate);
+}
+
+void quantize(std::uintptr_t src, std::uintptr_t dst, std::uintptr_t scales, std::size_t numel,
+              std::size_t block, int bits, const std::string& src_dtype) {
+  dsl::quantize(reinterpret_cast<const void*>(src), reinterpret_cast<void*>(dst),
+                reinterpret_cast<void*>(scales), numel, block, bits, dsl::parse_dtype(src_dtype));
+}
+
+void dequantize(std::uintptr_t src, std::uintptr_t scales, std::uintptr_t dst, std::size_t numel,
+                std::size_t block, int bits, const std::string& dst_dtype, bool accumulate) {
+  dsl::dequantize(reinterpret_cast<const void*>(src), reinterpret_cast<const void*>(scales),
+                  reinterpret_cast<void*>(dst), numel, block, bits, dsl::parse_dtype(dst_dtype),
+                  accumulate);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -29,6 +54,16 @@ PYBIND11_MODULE(_native, m) {
   m.def("reduce_sum", &reduce_sum, release(), py::arg("dst_ptr"), py::arg("src_ptrs"),
         py::arg("numel"), py::arg("src_dtype"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"));
+  m.def("pack_signs", &pack_signs, release(), py::arg("src_ptr"), py::arg("dst_ptr"),
+        py::arg("numel"), py::arg("src_dtype"));
+  m.def("unpack_signs", &unpack_signs, release(), py::arg("src_ptr"), py::arg("dst_ptr"),
+        py::arg("numel"), py::arg("scale"), py::arg("dst_dtype"), py::arg("accumulate"));
+  m.def("quantize", &quantize, release(), py::arg("src_ptr"), py::arg("dst_ptr"),
+        py::arg("scales_ptr"), py::arg("numel"), py::arg("block"), py::arg("bits"),
+        py::arg("src_dtype"));
+  m.def("dequantize", &dequantize, release(), py::arg("src_ptr"), py::arg("scales_ptr"),
+        py::arg("dst_ptr"), py::arg("numel"), py::arg("block"), py::arg("bits"),
+        py::arg("dst_dtype"), py::arg("accumulate"));
   m.def("keep_freed_memory", &dsl::keep_freed_memory, release(), py::arg("mmap_threshold_bytes"),
         py::arg("trim_threshold_bytes"));
   m.def("release_free_memory", &dsl::release_free_memory, release());

@@ -19,6 +19,25 @@ DType parse_dtype(const std::string& name);
 void reduce_sum(void* dst, const std::vector<const void*>& srcs, std::size_t numel, DType src_dtype,
                 DType dst_dtype, double scale, bool accumulate);
 
+// One bit per element, 1 for x >= 0 (also -0; not NaN): element i goes to bit i % 8 of byte i / 8.
+// The last byte's spare bits are 0.
+void pack_signs(const void* src, void* dst, std::size_t numel, DType src_dtype);
+
+// dst[i] = (accumulate ? dst[i] : 0) + (bit i ? scale : -scale)
+void unpack_signs(const void* src, void* dst, std::size_t numel, double scale, DType dst_dtype,
+                  bool accumulate);
+
+// Blocks of `block` elements, the last one shorter, each with one fp32 scale of
+// max|x| / (2^(bits-1) - 1); dst = x / scale, rounded to nearest even. bits is 8 (int8) or 4 (two
+// to a byte, the even element low; block must be even). A block with anything not finite gets the
+// scale NaN, and one whose scale would not be a normal number the scale 0; both a payload of zeros.
+void quantize(const void* src, void* dst, void* scales, std::size_t numel, std::size_t block,
+              int bits, DType src_dtype);
+
+// dst[i] = (accumulate ? dst[i] : 0) + src[i] * scale of its block
+void dequantize(const void* src, const void* scales, void* dst, std::size_t numel,
+                std::size_t block, int bits, DType dst_dtype, bool accumulate);
+
 // Sets glibc's mmap and trim thresholds, so that freed blocks are kept for the next allocation.
 // False where the C library has no such setting or refuses the values.
 bool keep_freed_memory(std::size_t mmap_threshold_bytes, std::size_t trim_threshold_bytes);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "launch.h"
 #include "ops.h"
 
 namespace dsl::cuda {
@@ -45,11 +46,6 @@ __global__ void reduce_sum_kernel(Dst* dst, const __grid_constant__ Sources srcs
     acc *= scale;
     dst[i] = from_float<Dst>(accumulate ? to_float(dst[i]) + acc : acc);
   }
-}
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 template <typename Src, typename Dst>

@@ -7,7 +7,7 @@ Importing this package loads nothing; its modules are imported when first named,
 import importlib
 from types import ModuleType
 
-_MODULES = ("aio", "memory", "native", "optim", "reduce", "status")
+_MODULES = ("aio", "memory", "native", "optim", "quantize", "reduce", "signs", "status")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ds_lightning.errors import NativeOpError
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGE = "ds_lightning"
 _SWITCH = "DS_LIGHTNING_NATIVE"
@@ -65,6 +69,15 @@ def load(name: str, op: str) -> ModuleType:
             "`ds-lightning doctor` shows what this installation has."
         )
     return found.module
+
+
+def mark_written(*tensors: "torch.Tensor") -> None:
+    """Tells autograd of writes behind its back, so that it notices them as of any in-place operation."""
+    import torch
+
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _why_missing(name: str) -> str:

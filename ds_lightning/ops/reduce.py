@@ -13,7 +13,8 @@ from ds_lightning.ops import native
 
 Backend = Literal["auto", "native", "reference"]
 
-_NAMES = {
+# What the kernels call a dtype.
+NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -72,8 +73,8 @@ def _reduce_sum_native(dst: torch.Tensor, srcs: Sequence[torch.Tensor], scale: f
         dst.data_ptr(),
         [src.data_ptr() for src in srcs],
         dst.numel(),
-        _NAMES[srcs[0].dtype],
-        _NAMES[dst.dtype],
+        NAMES[srcs[0].dtype],
+        NAMES[dst.dtype],
         scale,
         accumulate,
     )
@@ -83,9 +84,7 @@ def _reduce_sum_native(dst: torch.Tensor, srcs: Sequence[torch.Tensor], scale: f
             native.load("_cuda", "reduce_sum").reduce_sum(*arguments, stream.cuda_stream)
     else:
         native.load("_native", "reduce_sum").reduce_sum(*arguments)
-    if not dst.is_inference():
-        # Autograd must learn of a write behind its back, as of any in-place operation.
-        torch.autograd.graph.increment_version(dst)
+    native.mark_written(dst)
 
 
 def _has_kernel(dst: torch.Tensor, srcs: Sequence[torch.Tensor]) -> bool:
@@ -116,8 +115,8 @@ def _check(dst: torch.Tensor, srcs: Sequence[torch.Tensor], backend: Backend) ->
         if src.dtype != srcs[0].dtype:
             raise ValueError(f"srcs[{k}] is {src.dtype}, but srcs[0] is {srcs[0].dtype}.")
     for dtype in (dst.dtype, srcs[0].dtype):
-        if dtype not in _NAMES:
-            raise ValueError(f"reduce_sum knows {', '.join(map(str, _NAMES))}, not {dtype}.")
+        if dtype not in NAMES:
+            raise ValueError(f"reduce_sum knows {', '.join(map(str, NAMES))}, not {dtype}.")
     if (dst.dtype == torch.float64) != (srcs[0].dtype == torch.float64):
         raise ValueError(f"reduce_sum adds fp64 only to fp64, not {srcs[0].dtype} to {dst.dtype}.")
     if backend == "native" and not all(tensor.is_contiguous() for tensor in (dst, *srcs)):

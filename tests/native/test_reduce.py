@@ -93,19 +93,6 @@ def test_every_16_bit_pattern_converts_as_in_torch(dtype):
         assert_bitwise_equal(narrowed, wide.to(dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("numel", [0, 1, 17, 1_000_003])
-@pytest.mark.parametrize(("src_dtype", "dst_dtype"), DTYPE_PAIRS[:-1])
-def test_cuda_kernel_equals_the_reference_on_the_cpu_bitwise(src_dtype, dst_dtype, numel):
-    srcs = [numbers(numel, src_dtype, seed=k) for k in range(3)]
-    expected = numbers(numel, dst_dtype, seed=99)
-    actual = expected.cuda()
-    on_device = [src.cuda() for src in srcs]
-    reduce_sum_reference(expected, srcs, scale=1 / 3, accumulate=True)
-    reduce_sum(actual, on_device, scale=1 / 3, accumulate=True, backend="native")
-    assert_bitwise_equal(actual.cpu(), expected)
-
-
 @needs_native
 def test_pointers_at_odd_bytes_are_safe():
     module = native.load("_native", "reduce_sum")
