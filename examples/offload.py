@@ -92,9 +92,10 @@ class Resident(Callback):
 def limited(nbytes: int) -> Iterator[bool]:
     """This process may use so much memory, page cache included; yields whether the kernel sees to it."""
     version_1 = Path("/sys/fs/cgroup/memory")
-    parent, name = (version_1, "memory.limit_in_bytes") if version_1.is_dir() else (Path("/sys/fs/cgroup"), "memory.max")
-    group = parent / f"offload_example_{os.getpid()}"
-    home = parent
+    home, name = Path("/sys/fs/cgroup"), "memory.max"
+    if version_1.is_dir():
+        home, name = version_1, "memory.limit_in_bytes"
+    group = home / f"offload_example_{os.getpid()}"
     try:
         group.mkdir()
         (group / name).write_text(str(nbytes))
@@ -117,9 +118,10 @@ def plot(memory: Resident, states: int, limit: int, title: str, file: str) -> No
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.fill_between(memory.times, [used / MIB for used in memory.bytes], alpha=0.3)
-    axes.plot(memory.times, [used / MIB for used in memory.bytes], linewidth=1, label="resident memory of the process")
-    axes.axhline(states / MIB, color="tab:red", linestyle="--", label="states of the model: parameters, gradients, AdamW")
+    used = [nbytes / MIB for nbytes in memory.bytes]
+    axes.fill_between(memory.times, used, alpha=0.3)
+    axes.plot(memory.times, used, linewidth=1, label="resident memory of the process")
+    axes.axhline(states / MIB, color="tab:red", linestyle="--", label="parameters, gradients and states of AdamW")
     if limit:
         axes.axhline(limit / MIB, color="tab:green", linestyle="--", label="allowed")
     for moment, what in memory.marks:
@@ -172,8 +174,9 @@ def main() -> None:
     states, most = 16 * numel, max(memory.bytes)  # fp32 parameters, gradients and two moments
     how = "the kernel enforced it" if enforced and limit else "observed"
     print(
-        f"{numel / 1e6:.1f} million parameters, {states / MIB:.0f} MiB of states; resident at most {most / MIB:.0f} MiB "
-        f"above the start, 1/{states / most:.1f} of the states (allowed: {args.limit or 'all'} MiB, {how})"
+        f"{numel / 1e6:.1f} million parameters, {states / MIB:.0f} MiB of states; resident at most "
+        f"{most / MIB:.0f} MiB above the start, 1/{states / most:.1f} of the states "
+        f"(allowed: {args.limit or 'all'} MiB, {how})"
     )
     plot(memory, states, limit, f"offload {args.offload}: {args.layers} blocks of width {args.width}", args.out)
     if limit and most > limit:

@@ -19,6 +19,7 @@ from ds_lightning.offload.swap import BufferPool
 from ds_lightning.offload.tiles import GRADIENT, MASTER, SHARD
 from ds_lightning.ops.aio import Transfer
 from ds_lightning.optim.elementwise import plain_step
+from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sharded import Run, ShardedOptimizer
 from ds_lightning.zero.reduce import UnitGradients
 from ds_lightning.zero.residency import ResidencyManager
@@ -86,7 +87,7 @@ class StepsApart:
                             transfer.wait()
                     place += 1
                 pending += self._residency.publish(gradients.unit.index, copied=True)
-            sharded.show_near()
+            sharded.show(sharded.near)
         return pending
 
     @property
@@ -112,8 +113,9 @@ class StepsApart:
             for run in tile.runs:
                 run.parameter.grad = run.gradient
             sharded.show(tile.runs)
+            copied = prepare(sharded, tile.runs)
             step()
-            self._copy_out(tile)
+            self._copy_out(tile, copied)
             for run in tile.runs:
                 run.parameter.grad = None
             return []
@@ -121,10 +123,11 @@ class StepsApart:
             transfer.wait()
         assert tile.buffer is not None
         try:
-            self._stage_in(tile, sharded)
+            factor = self._stage_in(tile, sharded)
             sharded.show(tile.runs)
+            copied = prepare(sharded, tile.runs, factor)
             step()
-            self._copy_out(tile)
+            self._copy_out(tile, copied)
             writes = self._stage_out(tile, sharded)
         except BaseException:
             self._forget(tile, sharded)
@@ -132,15 +135,19 @@ class StepsApart:
         self._records.give(tile.buffer, writes)
         return writes
 
-    def _copy_out(self, tile: _Tile) -> None:
-        """New values go where parameters are, in their dtype."""
-        for run in tile.runs:
-            target = tile.gradients.buffers.published(run.start, run.stop)
+    def _copy_out(self, tile: _Tile, copied: bool) -> None:
+        """New values go where parameters are, in their dtype, unless the step itself has put them there."""
+        for run in tile.runs if not copied else ():
+            target = run.published
             if target is not None:
                 target.copy_(run.parameter.view(-1), non_blocking=True)
 
-    def _stage_in(self, tile: _Tile, sharded: ShardedOptimizer) -> None:
-        """Parameters, gradients and states of the runs become views of the staging buffer."""
+    def _stage_in(self, tile: _Tile, sharded: ShardedOptimizer) -> float:
+        """Parameters, gradients and states of the runs become views of the staging buffer.
+
+        Returns:
+            A factor by which gradients are still to be multiplied.
+        """
         swap, buffer = tile.home.swap, tile.buffer
         assert swap is not None
         assert buffer is not None
@@ -149,7 +156,10 @@ class StepsApart:
         views = {key: swap.view(buffer, tile.number, key) for key in swap.layout.regions}
         on_disk = tile.gradients.on_disk
         assert on_disk is not None
-        on_disk.apply(views[GRADIENT], first)
+        factor = on_disk.factor(first, first + views[GRADIENT].numel())
+        if factor is None or not isinstance(sharded.optimizer, NativeOptimizer):
+            on_disk.apply(views[GRADIENT], first)
+            factor = 1.0
         for run in tile.runs:
             part = slice(run.start - first, run.stop - first)
             if MASTER in views:
@@ -157,6 +167,7 @@ class StepsApart:
             run.parameter.grad = views[GRADIENT][part]
             if run.stored:
                 sharded.optimizer.state[run.parameter].update({key: views[key][part] for key in run.stored})
+        return factor
 
     def _stage_out(self, tile: _Tile, sharded: ShardedOptimizer) -> list[Transfer]:
         """Write what has changed."""
@@ -201,6 +212,27 @@ class StepsApart:
                 state.pop(key, None)
         self._let_go(tile)
         self._records.give(tile.buffer)
+
+
+def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0) -> bool:
+    """Let a native optimizer do more in its pass over memory, in the step that comes.
+
+    Args:
+        sharded: the optimizer.
+        runs: that it will step on.
+        factor: of gradients.
+
+    Returns:
+        Whether it puts new values where parameters are.
+    """
+    optimizer = sharded.optimizer
+    if not isinstance(optimizer, NativeOptimizer):
+        return False
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    copies.update({run.parameter: target for run in runs if (target := run.published) is not None})
+    near = all(target.device == p.device and target.itemsize == 2 for p, target in copies.items())
+    optimizer.prepare_step(grad_scale=factor, copies=copies if near else None)
+    return near
 
 
 def _tiles(runs: Sequence[Run]) -> Iterator[_Tile]:

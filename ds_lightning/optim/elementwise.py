@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -85,10 +86,13 @@ def _probe(optimizer: torch.optim.Optimizer) -> tuple[bool, str]:
 def _twin(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Another optimizer of this class, with the same defaults."""
     known = inspect.signature(type(optimizer)).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     # Not every default is an argument: AdamW keeps what it tells Adam.
-    settings = {key: value for key, value in optimizer.defaults.items() if takes_all or key in known}
-    return type(optimizer)(parameters, **settings)
+    named = {key: value for key, value in optimizer.defaults.items() if key in known}
+    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    if takes_more and named != optimizer.defaults:
+        with suppress(TypeError):
+            return type(optimizer)(parameters, **optimizer.defaults)
+    return type(optimizer)(parameters, **named)
 
 
 def element_states(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:

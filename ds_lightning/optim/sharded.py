@@ -65,6 +65,11 @@ class Run:
         """The reduced gradient of the run, a view where that is in memory, in the parameter's shape."""
         return self.gradients.read(self.start, self.stop).view(self.shape)
 
+    @property
+    def published(self) -> torch.Tensor | None:
+        """Where new values must be copied to in memory, 1-D, in the compute dtype; None where they need not."""
+        return self.gradients.buffers.published(self.start, self.stop)
+
     def overlap(self, slot: int) -> tuple[int, int]:
         """The part of a slot in the run, in unit coordinates."""
         place = self.gradients.unit.slots[slot]
@@ -222,9 +227,10 @@ class ShardedOptimizer:
         for group, parameters in zip(self.optimizer.param_groups, chosen, strict=True):
             group["params"] = parameters
 
-    def show_near(self) -> None:
-        """Let the groups hold what is not stepped on apart, in a step."""
-        self.show(self._near)
+    @property
+    def near(self) -> list[Run]:
+        """What is not stepped on apart, in a step."""
+        return self._near
 
     def swap_out(self) -> None:
         """Put the user's parameters back. Safe to call twice, or after a failed step."""

@@ -16,7 +16,7 @@ from ds_lightning.errors import ConfigError, ReleasedParameterError
 from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
 from ds_lightning.offload.homes import Homes, UnitHome
-from ds_lightning.optim.apart import StepsApart
+from ds_lightning.optim.apart import StepsApart, prepare
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported, element_states
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
@@ -109,6 +109,7 @@ class ZeroEngine:
         )
         self._apart = StepsApart(self.homes, self.residency) if self.homes is not None else None
         self._publishing: list[Pending] = []
+        self._copied = False  # whether the step under way puts new values where parameters are
         self._steps_within = 0
         buffer_sync = BufferSync(module, self.collectives)
         self.passes = Passes(
@@ -407,6 +408,7 @@ class ZeroEngine:
         if self._apart is not None:
             self.residency.forget_expected()
             self._publishing = self._apart.step(sharded, apart)
+        self._copied = prepare(sharded, sharded.near)
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
         if self._steps_within:
@@ -415,8 +417,10 @@ class ZeroEngine:
         sharded.swap_out()
         self.steps += 1
         touched = sharded.touched_units()
-        self.residency.republish([index for index in touched if not self._steps_apart(index)])
         publishing, self._publishing = self._publishing, []
+        for index in touched:
+            if not self._steps_apart(index):
+                publishing += self.residency.publish(index, self._copied)
         for work in publishing:
             work.wait()
         self.values.written(touched)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ds_lightning as dsl
 from ds_lightning.errors import ConfigError
 from ds_lightning.offload.host import HostMemory
 from ds_lightning.offload.policy import Home, OffloadPolicy
@@ -240,6 +241,9 @@ class StepsTwice(torch.optim.AdamW):
 
 
 OTHERS = {
+    "native": lambda groups: dsl.optim.AdamW(groups, lr=0.01),
+    "native16": lambda groups: dsl.optim.AdamW(groups, lr=0.01, moment_dtype="bf16"),
+    "lion": lambda groups: dsl.optim.Lion(groups, lr=0.001),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.9, centered=True),
     "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
@@ -253,10 +257,11 @@ OTHERS = {
 
 def check_optimizer(folder, name):
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # hooks its class
-    recipe = Recipe(optimizer=OTHERS[name])
-    for stage in (2, 3):
+    for stage, precision, param in ((2, "fp32", "none"), (2, "bf16", "none"), (3, "fp32", "nvme"), (3, "bf16", "nvme")):
+        recipe = Recipe(optimizer=OTHERS[name], clip="norm", precision=precision, accumulate=2)
         wanted = train(models.Everything, stage, recipe)
-        assert same_bits(train(models.Everything, stage, recipe, offload=policy(folder, "nvme")), wanted)
+        found = train(models.Everything, stage, recipe, offload=policy(folder, "nvme", param))
+        assert same_bits(found, wanted), (stage, precision)
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
