@@ -5,13 +5,18 @@ parameters are cut at once and only this rank's part stays: a block is cut layer
 of blocks never exists whole. torch tells of registrations through a hook of its own; nothing is patched and nothing is
 on the meta device, so constructors and `init` functions run as written. Whoever touches values later inside `building`
 (an `apply(init)`, a `load_state_dict`) gets them gathered, and they are cut again. Rank 0's values win, as everywhere.
+
+[Note: loading into parts] What a logical tensor holds is not gathered: each rank reads its own part of the file, and
+nothing is communicated.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ReleasedParameterError
 from ds_lightning.topology import Topology
+from ds_lightning.zero.logical import LogicalTensor
 from ds_lightning.zero.released import released_class
 
 SMALLEST = 4096
@@ -35,11 +41,13 @@ class ShardedConstruction:
     Args:
         module: the model, for names in messages.
         topology: ranks and groups.
+        tell: tells the user something.
     """
 
-    def __init__(self, module: nn.Module, topology: Topology) -> None:
+    def __init__(self, module: nn.Module, topology: Topology, tell: Callable[[str], None] | None = None) -> None:
         self._module = module
         self._topology = topology
+        self._tell = tell
         self._collectives = Collectives.create(topology, Ledger())
         self._parts: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Size]] = {}
         self._whole: OrderedDict[int, nn.Parameter] = OrderedDict()  # gathered because someone touched them
@@ -65,12 +73,24 @@ class ShardedConstruction:
     def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
-        total = 0
-        for parameter in child.parameters():
-            if id(parameter) not in self._parts and _worth_cutting(parameter):
-                total += parameter.numel()
-                self._cut(parameter)
-        self._largest = max(self._largest, total)
+        new = [p for p in child.parameters() if id(p) not in self._parts and _worth_cutting(p)]
+        self._tell_of_whole(child, new)
+        for parameter in new:
+            self._cut(parameter)
+        self._largest = max(self._largest, sum(parameter.numel() for parameter in new))
+
+    def _tell_of_whole(self, child: nn.Module, new: Sequence[nn.Parameter]) -> None:
+        """What is built layer by layer brings parameters of its own alone; the others have been cut already."""
+        own = {id(parameter) for parameter in child._parameters.values()}
+        inner = [parameter for parameter in new if id(parameter) not in own]
+        if self._tell is None or 2 * len(inner) <= sum(1 for _ in child.parameters()):
+            return
+        mebibytes = sum(parameter.nbytes for parameter in inner) / 2**20
+        self._tell(
+            f"{type(child).__name__} came whole into configure_model: each rank held {mebibytes:.1f} MiB of it before "
+            "they were cut. from_pretrained makes such models. Make the model from its configuration (from_config), "
+            "fill it with ds_lightning.load_pretrained, and no rank ever holds it whole."
+        )
 
     def _cut(self, parameter: nn.Parameter) -> None:
         """Keep this rank's part of rank 0's values."""
@@ -128,6 +148,8 @@ class ShardedConstruction:
                 "was built sharded in configure_model and is not set up yet. Do it inside configure_model, or later "
                 "inside ds_lightning.gathered(...)."
             )
+        if func is torch.Tensor.copy_ and _fills(args):
+            return self._fill(args[0], args[1])
         for parameter in wanted:
             if id(parameter) not in self._whole:
                 parameter.data = self.read(parameter)
@@ -135,6 +157,19 @@ class ShardedConstruction:
         result = func(*args, **kwargs)
         self._cut_whole(2 * self._largest)
         return result
+
+    def _fill(self, parameter: nn.Parameter, values: LogicalTensor) -> nn.Parameter:
+        """See [Note: loading into parts]."""
+        _, part, shape = self._parts[id(parameter)]
+        start = min(self._topology.rank * part.numel(), shape.numel())
+        stop = min(start + part.numel(), shape.numel())
+        with torch.no_grad():
+            part[: stop - start].copy_(values.flat(start, stop))
+        return parameter
+
+    def cut(self) -> None:
+        """Nothing that has been cut before is whole any more. Collective."""
+        self._cut_whole(0)
 
     def _cut_whole(self, budget: int) -> None:
         """Cut gathered parameters again, oldest first, until at most `budget` elements are whole."""
@@ -145,6 +180,40 @@ class ShardedConstruction:
             self._cut(parameter)
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A model that is being built.
+
+    Attributes:
+        topology: the ranks that build it together.
+        construction: what cuts it; None when each rank builds it whole.
+    """
+
+    topology: Topology
+    construction: ShardedConstruction | None
+
+
+_UNDER_WAY: ContextVar[UnderWay | None] = ContextVar("ds_lightning_under_way", default=None)
+"""Public functions get bare modules that belong to nothing yet, so something must know; nothing but this file touches
+it."""
+
+
+@contextmanager
+def constructing(topology: Topology, construction: ShardedConstruction | None) -> Iterator[None]:
+    """A model is built inside, alike on all ranks."""
+    token = _UNDER_WAY.set(UnderWay(topology, construction))
+    try:
+        with nullcontext() if construction is None else construction.building():
+            yield
+    finally:
+        _UNDER_WAY.reset(token)
+
+
+def under_way() -> UnderWay | None:
+    """What is being built around this call."""
+    return _UNDER_WAY.get()
+
+
 def _worth_cutting(parameter: nn.Parameter) -> bool:
     return (
         parameter.numel() >= SMALLEST
@@ -152,6 +221,10 @@ def _worth_cutting(parameter: nn.Parameter) -> bool:
         and not parameter.is_meta
         and parameter.layout is torch.strided
     )
+
+
+def _fills(args: Sequence[Any]) -> bool:
+    return len(args) > 1 and isinstance(args[1], LogicalTensor) and args[0].shape == args[1].shape
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:
