@@ -89,23 +89,22 @@ def load_pretrained(
         ConfigError: inside a step, or while the module shows other values than those that are trained.
         TopologyError: when some rank does not call it.
     """
-    path = Path(source)
     place = _Place.of(module)
     if place.agreement is not None:
         place.agreement.rendezvous("load_pretrained", "Call it on every rank, not only where is_global_zero.")
     with torch.device("cpu"):  # `configure_model` has the device of the run as the default
-        matched, digests = place.together(lambda: _open(module, path, strict, rename, prefix, key))
+        matched, digests = place.together(lambda: _open(module, source, strict, rename, prefix, key))
         if len(set(digests)) > 1:
-            raise CheckpointError(f"{path} is not the same on all ranks: names, shapes or dtypes of tensors differ.")
-        _, told = place.together(lambda: (None, _fill(module, path, strict, matched, place)))
+            raise CheckpointError(f"{source} is not the same on all ranks: names, shapes or dtypes of tensors differ.")
+        _, told = place.together(lambda: (None, _fill(module, source, strict, matched, place)))
     for line in [*matched.notes, *sorted({line for lines in told for line in lines})]:
-        _tell(f"{path}: {line}")
+        _tell(f"{source}: {line}")
     if not strict:
         for what, names in (("lacks", matched.missing), ("also holds", matched.unexpected)):
             if names:
-                _tell(f"{path} {what} {len(names)} of the names of {type(module).__name__}: {shown(names)}")
+                _tell(f"{source} {what} {len(names)} of the names of {type(module).__name__}: {shown(names)}")
         for name, reason in matched.unfit.items():
-            _tell(f"{path}: {name} is left out: {reason}")
+            _tell(f"{source}: {name} is left out: {reason}")
     return Loaded(tuple(matched.values), tuple(matched.missing), tuple(matched.unexpected), tuple(matched.unfit))
 
 
@@ -173,10 +172,10 @@ def _into_parts(building: UnderWay) -> Iterator[None]:
 
 
 def _open(
-    module: nn.Module, path: Path, strict: bool, rename: Rename | None, prefix: str | None, key: str | None
+    module: nn.Module, source: str | Path, strict: bool, rename: Rename | None, prefix: str | None, key: str | None
 ) -> tuple[Match, str]:
     """What there is for a module, and a digest of the source."""
-    found = open_weights(path, key, _tell)
+    found = open_weights(source, key, _tell)
     result = match(module, found, rename, prefix)
     problems = result.problems()
     if problems and (strict or not result.values):
@@ -185,12 +184,14 @@ def _open(
         if not result.values:
             there, here = (shown(sorted(names)) for names in (found, keys.saved_tensors(module)))
             advice = f"No name is in both. There they are {there}; here {here}. Give `rename`, or another source."
-        raise CheckpointError(f"{path} does not fit {type(module).__name__}; nothing was loaded:\n  {shape}\n{advice}")
+        raise CheckpointError(
+            f"{source} does not fit {type(module).__name__}; nothing was loaded:\n  {shape}\n{advice}"
+        )
     outline = sorted((name, str(value.dtype), *value.shape) for name, value in found.items() if torch.is_tensor(value))
     return result, hashlib.sha256(repr(outline).encode()).hexdigest()
 
 
-def _fill(module: nn.Module, path: Path, strict: bool, matched: Match, place: _Place) -> list[str]:
+def _fill(module: nn.Module, source: str | Path, strict: bool, matched: Match, place: _Place) -> list[str]:
     """Load, and tell what is odd about the values."""
     own = keys.saved_tensors(module)
     lost: set[str] = set()
@@ -206,7 +207,7 @@ def _fill(module: nn.Module, path: Path, strict: bool, matched: Match, place: _P
         ]
     except (CheckpointError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path} was not loaded to its end, but some values are in the module: {error}"
+            f"{source} was not loaded to its end, but some values are in the module: {error}"
         ) from error
     return told + [f"values of {name} are too large for float16 and became infinite" for name in lost]
 

@@ -13,6 +13,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,6 +45,8 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
+_MOST = 1 << 60
+"""Bytes, or elements, that no file has: torch counts them in 64 bits."""
 _LENGTH = 8
 """Bytes of the length of the header."""
 _LARGEST_HEADER = 100_000_000
@@ -133,7 +136,7 @@ def _place(path: Path, start: int, name: str, entry: Any) -> FileSource:
     dtype, shape, offsets = _DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
     if dtype is None or not can_hold(dtype):
         raise ValueError(f"{name!r} has dtype {entry['dtype']!r}, which is not known here")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or prod(s for s in shape if s) > _MOST:
         raise ValueError(f"{name!r} has shape {shape!r} at {offsets!r}")
     count = torch.Size(shape).numel()
     if offsets[1] - offsets[0] != count * dtype.itemsize:
@@ -142,7 +145,7 @@ def _place(path: Path, start: int, name: str, entry: Any) -> FileSource:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MOST for value in values)
 
 
 def _check_places(places: Sequence[FileSource], start: int, size: int) -> None:

@@ -31,19 +31,20 @@ _OF_A_FOLDER = (
 """What a folder of Hugging Face's has one of, in the order in which `from_pretrained` looks."""
 
 
-def open_weights(path: Path, key: str | None, log: Callable[[str], None]) -> dict[str, Any]:
+def open_weights(source: str | Path, key: str | None, log: Callable[[str], None]) -> dict[str, Any]:
     """What a source holds, by name: logical tensors that are read when they are asked for.
 
     Args:
-        path: a file of safetensors or torch, an index, a folder of Hugging Face's, or a checkpoint of any kind.
+        source: a file of safetensors or torch, an index, a folder of Hugging Face's, or a checkpoint of any kind.
         key: where in a checkpoint the weights are; dots lead into nested dicts. None: where they usually are.
         log: tells the user something.
 
     Raises:
         CheckpointError: when there are none, or a file is missing, broken, or not to be trusted.
     """
-    if is_remote(path):
-        raise CheckpointError(f"Weights are read from local files, not from {path}. Copy them here first.")
+    if is_remote(source):
+        raise CheckpointError(f"Weights are read from local files, not from {source}. Copy them here first.")
+    path = Path(source)
     if not path.exists() and not path.is_symlink() and len(path.parts) == 2 and not path.parent.exists():
         raise CheckpointError(
             f"{path} is no file or folder here (working directory {Path.cwd()}). Nothing is fetched from the hub: give "

@@ -6,6 +6,10 @@ of blocks never exists whole. torch tells of registrations through a hook of its
 on the meta device, so constructors and `init` functions run as written. Whoever touches values later inside `building`
 (an `apply(init)`, a `load_state_dict`) gets them gathered, and they are cut again. Rank 0's values win, as everywhere.
 
+[Note: what whole layers leave behind] Each layer is whole for a moment, and its memory is free afterwards. Parts that
+are allocated meanwhile lie in between, so the C library keeps what is free, up to the size of the model. It is told to
+give it back every few layers, while the model is cut and while the engine takes it over.
+
 [Note: loading into parts] What a logical tensor holds is not gathered: each rank reads its own part of the file, and
 nothing is communicated.
 """
@@ -27,10 +31,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ReleasedParameterError
+from ds_lightning.ops.memory import release_free_memory
 from ds_lightning.topology import Topology
 from ds_lightning.zero.logical import LogicalTensor
 from ds_lightning.zero.released import released_class
 
+_LOOSE = 4 << 20
+"""Bytes that may be free and kept by the C library."""
 SMALLEST = 4096
 """Parameters below this many elements are not worth cutting before the engine does it."""
 
@@ -52,6 +59,7 @@ class ShardedConstruction:
         self._parts: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Size]] = {}
         self._whole: OrderedDict[int, nn.Parameter] = OrderedDict()  # gathered because someone touched them
         self._largest = 0
+        self._loose = 0  # bytes
         self._building = False
         self._class = released_class(self._touch)
 
@@ -113,6 +121,14 @@ class ShardedConstruction:
         self._parts[id(parameter)] = (parameter, part, shape)
         self._whole.pop(id(parameter), None)
         parameter.__class__ = self._class
+        self._let_go(2 * parameter.nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        """So much was whole for a moment. See [Note: what whole layers leave behind]."""
+        self._loose += nbytes
+        if self._loose > _LOOSE:
+            release_free_memory()
+            self._loose = 0
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """The full value of a parameter, cut or not. Collective."""
@@ -131,13 +147,15 @@ class ShardedConstruction:
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
         """As `read`, for the engine, which keeps the value: this rank's part is given up. Collective."""
         value = self.read(parameter)
-        self._parts.pop(id(parameter), None)
+        if self._parts.pop(id(parameter), None) is not None:
+            self._let_go(2 * value.nbytes)
         return value
 
     def finish(self) -> None:
         """The engine has taken all parameters over."""
         self._parts.clear()
         self._whole.clear()
+        release_free_memory()
 
     def _touch(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         wanted = [a for a in _leaves((*args, *kwargs.values())) if id(a) in self._parts]
@@ -159,7 +177,12 @@ class ShardedConstruction:
         return result
 
     def _fill(self, parameter: nn.Parameter, values: LogicalTensor) -> nn.Parameter:
-        """See [Note: loading into parts]."""
+        """See [Note: what whole layers leave behind] Each layer is whole for a moment, and its memory is free afterwards. Parts that
+        are allocated meanwhile lie in between, so the C library keeps what is free, up to the size of the model. It is told to
+        give it back every few layers, while the model is cut and while the engine takes it over.
+
+        [Note: loading into parts].
+        """
         _, part, shape = self._parts[id(parameter)]
         start = min(self._topology.rank * part.numel(), shape.numel())
         stop = min(start + part.numel(), shape.numel())
