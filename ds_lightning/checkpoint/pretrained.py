@@ -86,7 +86,8 @@ def load_pretrained(
     Raises:
         CheckpointError: when the source cannot be read, or does not fit; all that is wrong is named, and nothing has
             changed. Also when a file breaks off later, after the module has changed.
-        ConfigError: inside a step, or while the module shows other values than those that are trained.
+        ConfigError: inside a step, while the module shows other values than those that are trained, or when it is on
+            the meta device.
         TopologyError: when some rank does not call it.
     """
     place = _Place.of(module)
@@ -176,6 +177,12 @@ def _open(
 ) -> tuple[Match, str]:
     """What there is for a module, and a digest of the source."""
     found = open_weights(source, key, _tell)
+    hollow = [name for name, tensor in keys.saved_tensors(module).items() if tensor.is_meta]
+    if hollow:
+        raise ConfigError(
+            f"{shown(hollow)} of {type(module).__name__} are on the meta device, where nothing can be loaded. Make the "
+            "module without torch.device('meta'): in configure_model at stage 3 it is cut while it is built."
+        )
     result = match(module, found, rename, prefix)
     problems = result.problems()
     if problems and (strict or not result.values):

@@ -177,12 +177,7 @@ class ShardedConstruction:
         return result
 
     def _fill(self, parameter: nn.Parameter, values: LogicalTensor) -> nn.Parameter:
-        """See [Note: what whole layers leave behind] Each layer is whole for a moment, and its memory is free afterwards. Parts that
-        are allocated meanwhile lie in between, so the C library keeps what is free, up to the size of the model. It is told to
-        give it back every few layers, while the model is cut and while the engine takes it over.
-
-        [Note: loading into parts].
-        """
+        """See [Note: loading into parts]."""
         _, part, shape = self._parts[id(parameter)]
         start = min(self._topology.rank * part.numel(), shape.numel())
         stop = min(start + part.numel(), shape.numel())

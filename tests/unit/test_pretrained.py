@@ -17,7 +17,7 @@ import ds_lightning as dsl
 from ds_lightning.checkpoint import safetensors_file
 from ds_lightning.checkpoint.sharded import ShardedWrite
 from ds_lightning.checkpoint.snapshot import Snapshot
-from ds_lightning.errors import CheckpointError
+from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.topology import Topology
 from ds_lightning.zero.logical import flat_range
 from tests.lightning.runs import listening
@@ -221,6 +221,14 @@ def test_everything_that_does_not_fit_is_in_one_error_and_nothing_changes(tmp_pa
     )
     for name in ("layers.0.bias", "more", "layers.0.weight", "layers.1.bias", "layers.1.weight"):
         assert any(name in message for message in messages)
+
+
+def test_a_module_without_memory_is_refused(tmp_path):
+    save_file(untied(net(1)), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        module = Net()
+    with pytest.raises(ConfigError, match=r"embedding.weight, .* of Net are on the meta device"):
+        dsl.load_pretrained(module, tmp_path)
 
 
 def test_another_model_is_an_error_even_if_not_strict(tmp_path):
