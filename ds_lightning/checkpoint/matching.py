@@ -63,8 +63,13 @@ def match(module: nn.Module, found: Mapping[str, Any], rename: Rename | None, pr
     own = keys.saved_tensors(module)
     others = TransformersNames.of(module)
     result = Match(_renamed(found, others.rename if rename is None else _function(rename)))
-    usual = {name.replace(keys.COMPILED, "") for name in own}
-    result.values, note = _without(prefix, result.values) if prefix else _shifted(result.values, usual)
+    note = ""
+    if prefix:
+        result.values, note = _without(prefix, result.values)
+    elif prefix is None and keys.loads_as_usual(module):  # otherwise it may know names that we do not
+        known = {name.replace(keys.COMPILED, "") for name in own}
+        known |= {name for name in result.values if name.startswith(keys.formats_of_their_own(module))}
+        result.values, note = _shifted(result.values, known)
     result.notes += [note] if note else []
     result.values = dict(keys.align_compiled(result.values, module))
     if keys.loads_as_usual(module):

@@ -110,3 +110,4 @@ def test_parts_that_do_not_divide(tmp_path, sizes):
     path = str(tmp_path / "model.safetensors")
     save_file(values_of(*sizes), path)
     assert run_ranks(parts, 3, path, sizes) == [True] * 3
+    assert run_ranks(parts, 1, path, sizes) == [True]

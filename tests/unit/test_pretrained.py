@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torchmetrics import MeanMetric
 
 import ds_lightning as dsl
 from ds_lightning.checkpoint import safetensors_file
@@ -21,6 +22,8 @@ from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.topology import Topology
 from ds_lightning.zero.logical import flat_range
 from tests.lightning.runs import listening
+
+DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
 
 
 class Net(nn.Module):
@@ -472,3 +475,100 @@ def test_what_is_not_there_is_told(tmp_path, monkeypatch):
     torch.save([1, 2], tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="holds a list"):
         dsl.load_pretrained(net(1), tmp_path / "a.pt", key="x")
+
+
+# Modules ----------------------------------------------------------------------------------------------------------
+
+
+class Theirs(Net):
+    """With the tables that models of transformers have."""
+
+    _keys_to_ignore_on_load_missing = (r"^layers\.\d+\.bias$",)
+    _keys_to_ignore_on_load_unexpected = (r"^old\.",)
+    _checkpoint_conversion_mapping = {r"^vision\.(\d+)": r"layers.\1", r"^text": "embedding"}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_tables_of_transformers_are_followed(tmp_path, inside):
+    values = {
+        "text.weight": torch.ones(5, 4),
+        "vision.0.weight": torch.ones(4, 4),
+        "layers.1.weight": torch.ones(4, 4),
+        "count": torch.ones(2, dtype=torch.int64),
+        "old.thing": torch.ones(1),
+        "scratch": torch.ones(2),
+    }
+    save_file(values, tmp_path / "model.safetensors")
+    theirs = Theirs()
+    with listening() as messages:
+        loaded = dsl.load_pretrained(nn.ModuleDict({"model": theirs}) if inside else theirs, tmp_path)
+    assert len(loaded.names) == 4
+    assert all((theirs.state_dict()[name] == 1).all() for name in loaded.names if not inside)
+    assert any("the module computes these itself" in message and "scratch" in message for message in messages)
+    with pytest.raises(CheckpointError, match=r"vision.0.weight: not in the module"):
+        dsl.load_pretrained(theirs, tmp_path, rename={})
+
+
+class Renaming(nn.Module):
+    """Takes its own old names, and has a format of its own in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.mean = MeanMetric()
+        self.mean.persistent(True)
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state, prefix, *_):
+        if prefix + "kernel" in state:
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+
+
+def test_modules_that_load_in_their_own_way_do_so(tmp_path):
+    before = Renaming()
+    before.mean.update(torch.tensor(3.0))
+    values = {**before.state_dict(), "kernel": torch.ones(3)}
+    del values["weight"]
+    torch.save(values, tmp_path / "a.pt")
+    module = Renaming()
+    dsl.load_pretrained(module, tmp_path / "a.pt")
+    assert (module.weight == 1).all()
+    assert module.mean.mean_value == 3
+    torch.save({"kernel": torch.ones(4)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="size mismatch for weight"):
+        dsl.load_pretrained(module, tmp_path / "a.pt")
+
+
+def test_compiled_parts_have_the_names_that_they_had(tmp_path):
+    save_file(untied(net(1)), tmp_path / "model.safetensors")
+    module = net(2)
+    module.layers[0] = torch.compile(module.layers[0])
+    dsl.load_pretrained(module, tmp_path)
+    assert torch.equal(module.layers[0]._orig_mod.weight, net(1).layers[0].weight)
+
+
+class Tree(nn.Module):
+    """Parameters under given names."""
+
+    def __init__(self, values):
+        super().__init__()
+        for name, value in values.items():
+            *path, local = name.split(".")
+            owner = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            dtype = torch.float32 if value.is_floating_point() else value.dtype
+            owner.register_parameter(local, nn.Parameter(torch.zeros(value.shape, dtype=dtype), requires_grad=False))
+
+
+@pytest.mark.parametrize("name", ["stage2_bf16", "stage3_fp32"])
+def test_checkpoints_of_deepspeed_are_sources_too(name):
+    reference = torch.load(DEEPSPEED / name / "reference.pt", weights_only=True)
+    expected = {**reference["weights"], **reference["buffers"]}
+    module = Tree(expected)
+    dsl.load_pretrained(module, DEEPSPEED / name)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, expected[key].to(value.dtype)), key
