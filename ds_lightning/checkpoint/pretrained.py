@@ -76,8 +76,8 @@ def load_pretrained(
             what names begin with: `{"transformer.": "model.", "score.": None}`. Without it models of transformers
             rename as their `from_pretrained` does.
         prefix: what is in front of the module's names in the source, such as "model." for the network in a Lightning
-            checkpoint; other names are left out. "" takes names as they are; None finds it: `from_pretrained`'s base models and models with heads
-            load each other's files.
+            checkpoint; other names are left out. "" takes names as they are; None finds it: base models and models
+            with heads load each other's files, as with `from_pretrained`.
         key: where in a checkpoint the weights are, such as "ema.state_dict"; None: where they usually are.
 
     Returns:
