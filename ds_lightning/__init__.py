@@ -19,6 +19,7 @@ _LAZY = {
     "ZeroPrecision": "ds_lightning.precision.plugin",
     "LossScaleOptions": "ds_lightning.precision.loss_scale",
     "load_from_checkpoint": "ds_lightning.checkpoint.lightning_module",
+    "load_pretrained": "ds_lightning.checkpoint.pretrained",
     "gathered": "ds_lightning.zero.access",
     "full_param": "ds_lightning.zero.access",
     "full_grad": "ds_lightning.zero.access",
@@ -30,6 +31,7 @@ _LAZY_MODULES = ("callbacks", "ops", "optim")
 if TYPE_CHECKING:
     from ds_lightning import callbacks, ops, optim
     from ds_lightning.checkpoint.lightning_module import load_from_checkpoint
+    from ds_lightning.checkpoint.pretrained import load_pretrained
     from ds_lightning.precision.loss_scale import LossScaleOptions
     from ds_lightning.precision.plugin import ZeroPrecision
     from ds_lightning.strategy import ZeroStrategy
@@ -47,6 +49,7 @@ __all__ = [
     "gathered",
     "grad_norms",
     "load_from_checkpoint",
+    "load_pretrained",
     "ops",
     "optim",
     "register",

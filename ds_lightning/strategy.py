@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ds_lightning.checkpointing import Checkpointing
+from ds_lightning.checkpointing import Checkpointing, tell
 from ds_lightning.children import end_children
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
 from ds_lightning.config.arguments import with_offload
@@ -37,7 +37,7 @@ from ds_lightning.topology import Topology
 from ds_lightning.trainer_facts import collect_facts
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
-from ds_lightning.zero.init import ShardedConstruction
+from ds_lightning.zero.init import ShardedConstruction, constructing
 from ds_lightning.zero.meeting import Meeting, metrics_of
 from ds_lightning.zero.options import EngineOptions
 from ds_lightning.zero.placement import equalize, move_all_but_parameters
@@ -417,14 +417,13 @@ class ZeroStrategy(Checkpointing):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """At stage 3, blocks built inside are sharded once complete: no rank ever holds the model whole."""
-        stage = self.config.zero_optimization.stage
-        if stage < 3 or self._engine is not None or self._topology is None or self._topology.world_size == 1:
+        if self._engine is not None or self._topology is None:
             yield
             return
         assert self.lightning_module is not None
-        if self._construction is None:
-            self._construction = ShardedConstruction(self.lightning_module, self._topology)
-        with self._construction.building():
+        if self._construction is None and self._shards_parameters:
+            self._construction = ShardedConstruction(self.lightning_module, self._topology, tell)
+        with constructing(self._topology, self._construction):
             yield
 
     # Loop -----------------------------------------------------------------------------------------------------------

@@ -10,24 +10,24 @@ from torch import nn
 
 from ds_lightning.errors import CheckpointError
 
-_COMPILED = "_orig_mod."
+COMPILED = "_orig_mod."
 
 
 def strip_compiled(values: dict[str, Any]) -> dict[str, Any]:
     """Names without the marks of compiled sub-modules, so that the file loads anywhere."""
-    if not any(_COMPILED in key for key in values):
+    if not any(COMPILED in key for key in values):
         return values
-    return {key.replace(_COMPILED, ""): value for key, value in values.items()}
+    return {key.replace(COMPILED, ""): value for key, value in values.items()}
 
 
 def align_compiled(saved: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Saved names as this module spells them."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    if not any(_COMPILED in name for name in (*names, *saved)):
+    if not any(COMPILED in name for name in (*names, *saved)):
         return saved
-    spelt = {name.replace(_COMPILED, ""): name for name in names}
-    return {spelt.get(key.replace(_COMPILED, ""), key): value for key, value in saved.items()}
+    spelt = {name.replace(COMPILED, ""): name for name in names}
+    return {spelt.get(key.replace(COMPILED, ""), key): value for key, value in saved.items()}
 
 
 def loads_as_usual(module: nn.Module) -> bool:
@@ -40,7 +40,7 @@ def loads_as_usual(module: nn.Module) -> bool:
 def differences(module: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Names that a module has and a state lacks, and the other way round."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(_saved_buffers(module))
-    own = _formats_of_their_own(module)
+    own = formats_of_their_own(module)
     return (
         [name for name in names if name not in saved],
         [name for name in saved if name not in names and not name.startswith(own)],
@@ -53,7 +53,7 @@ def prefix_between(module: nn.Module, saved: Iterable[str]) -> str:
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(_saved_buffers(module))
     if not saved or any(name in names for name in saved):
         return ""
-    own = _formats_of_their_own(module)
+    own = formats_of_their_own(module)
     found = {name.removesuffix(saved[0]) for name in names if name.endswith(f".{saved[0]}")}
     fitting = [p for p in sorted(found) if all(p + name in names or (p + name).startswith(own) for name in saved)]
     return fitting[0] if len(fitting) == 1 else ""
@@ -101,7 +101,7 @@ def check_keys(module: nn.Module, saved: Mapping[str, Any], optional: set[str]) 
         )
 
 
-def _formats_of_their_own(module: nn.Module) -> tuple[str, ...]:
+def formats_of_their_own(module: nn.Module) -> tuple[str, ...]:
     """Prefixes of what modules with a format of their own (metrics, extra state) may have saved; theirs to judge."""
     return tuple(f"{name}." if name else "" for name, child in module.named_modules() if not _saves_as_usual(child))
 
@@ -114,10 +114,19 @@ def _saves_as_usual(module: nn.Module) -> bool:
     )
 
 
+def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, and buffers that belong to a state, under all their names."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **_buffers(module)}
+
+
 def _saved_buffers(module: nn.Module) -> dict[str, torch.Size]:
     """Shapes of the buffers that belong to a state, of modules that save them as usual."""
+    return {name: buffer.shape for name, buffer in _buffers(module).items()}
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {
-        f"{prefix}.{name}" if prefix else name: buffer.shape
+        f"{prefix}.{name}" if prefix else name: buffer
         for prefix, child in module.named_modules(remove_duplicate=False)
         for name, buffer in child._buffers.items()
         if buffer is not None and name not in child._non_persistent_buffers_set and _saves_as_usual(child)

@@ -23,13 +23,14 @@ _KEPT = ("hyper_parameters", "pytorch-lightning_version")
 ReadFile = Callable[[Path], dict[str, Any]]
 
 
-def load(path: Path, read_file: ReadFile, log: Callable[[str], None]) -> dict[str, Any]:
+def load(path: Path, read_file: ReadFile, log: Callable[[str], None], to_resume: bool = True) -> dict[str, Any]:
     """Read a checkpoint of any known kind.
 
     Args:
         path: a file, a sharded folder of ours or of Lightning's, one of DeepSpeed's, or a folder with `latest`.
         read_file: reads a file in `torch.save`'s format.
         log: tells the user something.
+        to_resume: states are wanted too: it is told when there are none.
 
     Returns:
         A dict with at least `state_dict`. Tensors of files are maps of the file, those of folders logical tensors.
@@ -38,14 +39,15 @@ def load(path: Path, read_file: ReadFile, log: Callable[[str], None]) -> dict[st
         CheckpointError: when there is none, or it is not complete, or of an unknown kind; names what was found.
     """
     source = resolved(path, log)
+    missed = log if to_resume else _silent
     if source.is_dir():
-        return _from_folder(source, read_file, log)
+        return _from_folder(source, read_file, log, missed)
     _check_is_no_part(source)
     content = read_file(source)
     if isinstance(content, dict) and "state_dict" in content:
         return content
     if isinstance(content, Mapping) and content and all(torch.is_tensor(value) for value in content.values()):
-        return _weights_alone(dict(content), source, log)
+        return _weights_alone(dict(content), source, missed)
     raise CheckpointError(
         f"{source} is a file of torch, but no Lightning checkpoint: it has no 'state_dict', and it is no plain dict of "
         "tensors either. Load what you need from it with torch.load, and module.load_state_dict before fit."
@@ -71,21 +73,24 @@ def resolved(path: Path, log: Callable[[str], None]) -> Path:
             log(f"{path} was being replaced when a run was killed; {before} is what was there")
             return before
         raise CheckpointError(f"The checkpoint {path} does not exist (working directory {Path.cwd()}).")
-    if path.is_dir() and not _is_sharded(path):
+    if path.is_dir() and not is_sharded(path):
         newest = pointed_to(path)
-        if newest is not None and (newest.is_file() or _is_sharded(newest)):
+        if newest is not None and (newest.is_file() or is_sharded(newest)):
             return newest
     return path
 
 
-def _is_sharded(folder: Path) -> bool:
+def is_sharded(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of `torch.distributed.checkpoint`, complete or not."""
     return (folder / METADATA).is_file() or (folder / META).is_file()
 
 
-def _from_folder(folder: Path, read_file: ReadFile, log: Callable[[str], None]) -> dict[str, Any]:
-    if not _is_sharded(folder):
+def _from_folder(
+    folder: Path, read_file: ReadFile, log: Callable[[str], None], missed: Callable[[str], None]
+) -> dict[str, Any]:
+    if not is_sharded(folder):
         if is_deepspeed_checkpoint(folder):
-            return _of_deepspeed(folder, log)
+            return _of_deepspeed(folder, log, missed)
         raise CheckpointError(_no_checkpoint(folder))
     from ds_lightning.checkpoint import sharded, stored  # torch.distributed.checkpoint is slow to import
 
@@ -93,7 +98,7 @@ def _from_folder(folder: Path, read_file: ReadFile, log: Callable[[str], None]) 
     rest = read_file(folder / META) if (folder / META).is_file() else {}
     if sharded.TENSORS in rest.get("ds_lightning", {}):
         return sharded.put_together(rest, tensors.tensors())
-    return _of_others(folder, tensors, rest, log)
+    return _of_others(folder, tensors, rest, missed)
 
 
 def _of_others(folder: Path, stored: Any, rest: dict[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def _of_others(folder: Path, stored: Any, rest: dict[str, Any], log: Callable[[s
     return {**kept, **_weights_alone(weights, folder, log)}
 
 
-def _of_deepspeed(folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
+def _of_deepspeed(folder: Path, log: Callable[[str], None], missed: Callable[[str], None]) -> dict[str, Any]:
     from ds_lightning.checkpoint.deepspeed.convert import DeepSpeedCheckpoint, to_lightning
 
     checkpoint = DeepSpeedCheckpoint(folder)
@@ -118,7 +123,7 @@ def _of_deepspeed(folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
     schedulers = found["lr_schedulers"]
     found["lr_schedulers"] = [state for state in schedulers if "last_epoch" in state]
     if len(found["lr_schedulers"]) < len(schedulers):
-        log("the state of DeepSpeed's scheduler is not taken over: schedulers of this run begin anew")
+        missed("the state of DeepSpeed's scheduler is not taken over: schedulers of this run begin anew")
     return found
 
 
@@ -148,3 +153,7 @@ def _no_checkpoint(folder: Path) -> str:
     files = [name for name in names if name.endswith(".ckpt")]
     hint = f"Did you mean {folder / files[0]}?" if files else "Give the path of a .ckpt file or folder."
     return f"{folder} is a directory without a checkpoint in it. {hint}"
+
+
+def _silent(message: str) -> None:
+    """It does not matter."""

@@ -77,7 +77,7 @@ def choose(checkpoint: Mapping[str, Any], choice: Choice, bare: bool = True) -> 
         CheckpointError: when they are not there, or the checkpoint does not tell which they are.
         ConfigError: when the choice makes no sense for them.
     """
-    found = dict(_at(checkpoint, choice.key))
+    found = dict(named_tensors(checkpoint, choice.key))
     own = checkpoint.get("ds_lightning", {})
     notes: list[str] = []
     excluded: list[str] = []
@@ -114,8 +114,17 @@ def choose(checkpoint: Mapping[str, Any], choice: Choice, bare: bool = True) -> 
     return weights
 
 
-def _at(checkpoint: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The dict of tensors under a key."""
+def named_tensors(checkpoint: Mapping[str, Any], key: str, option: str = "--key {}") -> dict[str, Any]:
+    """The dict of tensors under a key.
+
+    Args:
+        checkpoint: nested dicts.
+        key: of the outermost one, or keys with dots between them.
+        option: how the user spells the key, for messages.
+
+    Raises:
+        CheckpointError: when there are none.
+    """
     value: Any = checkpoint.get(key)
     if value is None:
         value = checkpoint
@@ -125,7 +134,7 @@ def _at(checkpoint: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         return dict(value)
     candidates = sorted(_places(checkpoint))
     guess = did_you_mean(key, candidates) or f"Weights are under: {', '.join(candidates) or 'nothing'}."
-    raise CheckpointError(f"--key {key}: the checkpoint has no named tensors there. {guess}")
+    raise CheckpointError(f"{option.format(key)}: the checkpoint has no named tensors there. {guess}")
 
 
 def _has_tensors(value: Any) -> bool:

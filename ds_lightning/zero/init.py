@@ -5,13 +5,22 @@ parameters are cut at once and only this rank's part stays: a block is cut layer
 of blocks never exists whole. torch tells of registrations through a hook of its own; nothing is patched and nothing is
 on the meta device, so constructors and `init` functions run as written. Whoever touches values later inside `building`
 (an `apply(init)`, a `load_state_dict`) gets them gathered, and they are cut again. Rank 0's values win, as everywhere.
+
+[Note: what whole layers leave behind] Each layer is whole for a moment, and its memory is free afterwards. Parts that
+are allocated meanwhile lie in between, so the C library keeps what is free, up to the size of the model. It is told to
+give it back every few layers, while the model is cut and while the engine takes it over.
+
+[Note: loading into parts] What a logical tensor holds is not gathered: each rank reads its own part of the file, and
+nothing is communicated.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +31,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ReleasedParameterError
+from ds_lightning.ops.memory import release_free_memory
 from ds_lightning.topology import Topology
+from ds_lightning.zero.logical import LogicalTensor
 from ds_lightning.zero.released import released_class
 
+_LOOSE = 4 << 20
+"""Bytes that may be free and kept by the C library."""
 SMALLEST = 4096
 """Parameters below this many elements are not worth cutting before the engine does it."""
 
@@ -35,15 +48,18 @@ class ShardedConstruction:
     Args:
         module: the model, for names in messages.
         topology: ranks and groups.
+        tell: tells the user something.
     """
 
-    def __init__(self, module: nn.Module, topology: Topology) -> None:
+    def __init__(self, module: nn.Module, topology: Topology, tell: Callable[[str], None] | None = None) -> None:
         self._module = module
         self._topology = topology
+        self._tell = tell
         self._collectives = Collectives.create(topology, Ledger())
         self._parts: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Size]] = {}
         self._whole: OrderedDict[int, nn.Parameter] = OrderedDict()  # gathered because someone touched them
         self._largest = 0
+        self._loose = 0  # bytes
         self._building = False
         self._class = released_class(self._touch)
 
@@ -65,12 +81,24 @@ class ShardedConstruction:
     def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is None:
             return
-        total = 0
-        for parameter in child.parameters():
-            if id(parameter) not in self._parts and _worth_cutting(parameter):
-                total += parameter.numel()
-                self._cut(parameter)
-        self._largest = max(self._largest, total)
+        new = [p for p in child.parameters() if id(p) not in self._parts and _worth_cutting(p)]
+        self._tell_of_whole(child, new)
+        for parameter in new:
+            self._cut(parameter)
+        self._largest = max(self._largest, sum(parameter.numel() for parameter in new))
+
+    def _tell_of_whole(self, child: nn.Module, new: Sequence[nn.Parameter]) -> None:
+        """What is built layer by layer brings parameters of its own alone; the others have been cut already."""
+        own = {id(parameter) for parameter in child._parameters.values()}
+        inner = [parameter for parameter in new if id(parameter) not in own]
+        if self._tell is None or 2 * len(inner) <= sum(1 for _ in child.parameters()):
+            return
+        mebibytes = sum(parameter.nbytes for parameter in inner) / 2**20
+        self._tell(
+            f"{type(child).__name__} came whole into configure_model: each rank held {mebibytes:.1f} MiB of it before "
+            "they were cut. from_pretrained makes such models. Make the model from its configuration (from_config), "
+            "fill it with ds_lightning.load_pretrained, and no rank ever holds it whole."
+        )
 
     def _cut(self, parameter: nn.Parameter) -> None:
         """Keep this rank's part of rank 0's values."""
@@ -93,6 +121,14 @@ class ShardedConstruction:
         self._parts[id(parameter)] = (parameter, part, shape)
         self._whole.pop(id(parameter), None)
         parameter.__class__ = self._class
+        self._let_go(2 * parameter.nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        """So much was whole for a moment. See [Note: what whole layers leave behind]."""
+        self._loose += nbytes
+        if self._loose > _LOOSE:
+            release_free_memory()
+            self._loose = 0
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """The full value of a parameter, cut or not. Collective."""
@@ -111,13 +147,15 @@ class ShardedConstruction:
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
         """As `read`, for the engine, which keeps the value: this rank's part is given up. Collective."""
         value = self.read(parameter)
-        self._parts.pop(id(parameter), None)
+        if self._parts.pop(id(parameter), None) is not None:
+            self._let_go(2 * value.nbytes)
         return value
 
     def finish(self) -> None:
         """The engine has taken all parameters over."""
         self._parts.clear()
         self._whole.clear()
+        release_free_memory()
 
     def _touch(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         wanted = [a for a in _leaves((*args, *kwargs.values())) if id(a) in self._parts]
@@ -128,6 +166,8 @@ class ShardedConstruction:
                 "was built sharded in configure_model and is not set up yet. Do it inside configure_model, or later "
                 "inside ds_lightning.gathered(...)."
             )
+        if func is torch.Tensor.copy_ and _fills(args):
+            return self._fill(args[0], args[1])
         for parameter in wanted:
             if id(parameter) not in self._whole:
                 parameter.data = self.read(parameter)
@@ -135,6 +175,19 @@ class ShardedConstruction:
         result = func(*args, **kwargs)
         self._cut_whole(2 * self._largest)
         return result
+
+    def _fill(self, parameter: nn.Parameter, values: LogicalTensor) -> nn.Parameter:
+        """See [Note: loading into parts]."""
+        _, part, shape = self._parts[id(parameter)]
+        start = min(self._topology.rank * part.numel(), shape.numel())
+        stop = min(start + part.numel(), shape.numel())
+        with torch.no_grad():
+            part[: stop - start].copy_(values.flat(start, stop))
+        return parameter
+
+    def cut(self) -> None:
+        """Nothing that has been cut before is whole any more. Collective."""
+        self._cut_whole(0)
 
     def _cut_whole(self, budget: int) -> None:
         """Cut gathered parameters again, oldest first, until at most `budget` elements are whole."""
@@ -145,6 +198,40 @@ class ShardedConstruction:
             self._cut(parameter)
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A model that is being built.
+
+    Attributes:
+        topology: the ranks that build it together.
+        construction: what cuts it; None when each rank builds it whole.
+    """
+
+    topology: Topology
+    construction: ShardedConstruction | None
+
+
+_UNDER_WAY: ContextVar[UnderWay | None] = ContextVar("ds_lightning_under_way", default=None)
+"""Public functions get bare modules that belong to nothing yet, so something must know; nothing but this file touches
+it."""
+
+
+@contextmanager
+def constructing(topology: Topology, construction: ShardedConstruction | None) -> Iterator[None]:
+    """A model is built inside, alike on all ranks."""
+    token = _UNDER_WAY.set(UnderWay(topology, construction))
+    try:
+        with nullcontext() if construction is None else construction.building():
+            yield
+    finally:
+        _UNDER_WAY.reset(token)
+
+
+def under_way() -> UnderWay | None:
+    """What is being built around this call."""
+    return _UNDER_WAY.get()
+
+
 def _worth_cutting(parameter: nn.Parameter) -> bool:
     return (
         parameter.numel() >= SMALLEST
@@ -152,6 +239,10 @@ def _worth_cutting(parameter: nn.Parameter) -> bool:
         and not parameter.is_meta
         and parameter.layout is torch.strided
     )
+
+
+def _fills(args: Sequence[Any]) -> bool:
+    return len(args) > 1 and isinstance(args[1], LogicalTensor) and args[0].shape == args[1].shape
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:

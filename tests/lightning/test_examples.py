@@ -67,6 +67,11 @@ def test_checkpoints_are_resumed_on_another_number_of_ranks_and_exported(run, tm
     assert out.is_file()
 
 
+def test_pretrained_goes_back_to_transformers(run, tmp_path):
+    assert "tuned has" in run("pretrained.py", "--steps=2")
+    assert len(list((tmp_path / "tuned").glob("model-*.safetensors"))) > 1
+
+
 @pytest.mark.parametrize("strategy", ["dszero2", "ddp_find_unused_parameters_true"])
 def test_manual_gan(run, strategy):
     assert "mean radius" in run("manual_gan.py", f"--strategy={strategy}", "--epochs=1")
