@@ -25,10 +25,11 @@ _LAZY = {
     "full_optimizer_state": "ds_lightning.zero.access",
     "grad_norms": "ds_lightning.zero.access",
 }
-_LAZY_MODULES = ("callbacks",)
+_LAZY_MODULES = ("callbacks", "checkpoint")
 
 if TYPE_CHECKING:
     from ds_lightning import callbacks
+    from ds_lightning.activation.checkpointing import checkpoint
     from ds_lightning.checkpoint.lightning_module import load_from_checkpoint
     from ds_lightning.precision.loss_scale import LossScaleOptions
     from ds_lightning.precision.plugin import ZeroPrecision
@@ -40,6 +41,7 @@ __all__ = [
     "ZeroPrecision",
     "ZeroStrategy",
     "callbacks",
+    "checkpoint",
     "errors",
     "full_grad",
     "full_optimizer_state",
