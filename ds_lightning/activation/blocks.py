@@ -109,6 +109,8 @@ class CheckpointedBlocks:
 
 def is_checkpointed(function: Any) -> bool:
     """Whether this is a module, or a method of one, that checkpoints itself."""
+    if isinstance(function, _Forward):
+        return True
     module = getattr(function, "__self__", function)
     return isinstance(module, nn.Module) and isinstance(module.__dict__.get("forward"), _Forward)
 

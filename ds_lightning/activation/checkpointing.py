@@ -16,11 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_lightning.activation.blocks import is_checkpointed
+from ds_lightning.activation.module_buffers import ModuleBuffers
 from ds_lightning.activation.options import Checkpointing, shares_inputs
 from ds_lightning.activation.random_states import MODEL_PARALLEL, RandomStateTracker, seed_device
 from ds_lightning.activation.region import Region
@@ -45,6 +48,7 @@ class Front:
         self.mpu: Any = None
         self.configured = False
         self._how: Checkpointing | None = None
+        self._buffers: WeakKeyDictionary[nn.Module, ModuleBuffers] = WeakKeyDictionary()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -68,6 +72,13 @@ class Front:
         group = mpu.get_model_parallel_group() if mpu is not None else None
         how = Checkpointing.from_config(block, group, self.tracker)
         self.block, self.mpu, self._how = block, mpu, how
+
+    def buffers_of(self, module: nn.Module) -> ModuleBuffers:
+        """What is known about the buffers of a module that is called by hand."""
+        known = self._buffers.get(module)
+        if known is None:
+            known = self._buffers[module] = ModuleBuffers(module)
+        return known
 
     def reset(self) -> None:
         """Make memory for inputs anew at the next call."""
@@ -103,8 +114,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if not torch.is_grad_enabled() or is_checkpointed(function):
         return function(*args, **kwargs)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return Region(function, _front.how, name).forward(args, kwargs)
+    module = getattr(function, "__self__", function)
+    if not isinstance(module, nn.Module):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return Region(function, _front.how, name).forward(args, kwargs)
+    buffers = _front.buffers_of(module)
+    return Region(function, _front.how, type(module).__qualname__, module, buffers).forward(args, kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +171,7 @@ def configure(
 
 NOTHING_TO_PARTITION = (
     "activation_checkpointing.partition_activations: there is no model parallelism (configure(mpu_=...)), so each rank "
-    "keeps its inputs whole; results are the same."
+    "keeps its inputs whole, and contiguous_memory_optimization has nothing to do either; results are the same."
 )
 
 

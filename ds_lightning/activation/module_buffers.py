@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from weakref import ref
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ class ModuleBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
-        self._places = [(owner, name) for owner, name in owners if owner._buffers[name] is not None]
+        self._places = [(ref(owner), name) for owner, name in owners if owner._buffers[name] is not None]
         self._changing: set[int] | None = None if self._places else set()
 
     def before_forward(self) -> BufferValues | None:
@@ -38,8 +39,14 @@ class ModuleBuffers:
         return BufferValues(self, values, versions)
 
     def _at(self, place: int) -> torch.Tensor | None:
-        owner, name = self._places[place]
+        owner, name = self._place(place)
         return owner._buffers.get(name)
+
+    def _place(self, place: int) -> tuple[nn.Module, str]:
+        reference, name = self._places[place]
+        owner = reference()
+        assert owner is not None, "who runs a module holds it"
+        return owner, name
 
     def learn(self, values: dict[int, torch.Tensor], versions: list[int | None]) -> None:
         """A forward is over: keep in `values` what has changed."""
@@ -49,7 +56,7 @@ class ModuleBuffers:
             if version is not None and (buffer := self._at(place)) is not None and buffer._version != version
         }
         if self._changing is None:
-            if not any(owner.training for owner, _ in self._places):
+            if not any(self._place(place)[0].training for place in range(len(self._places))):
                 values.clear()  # nothing is learnt in evaluation mode
                 return
             self._changing = {
@@ -67,7 +74,7 @@ class ModuleBuffers:
         """Put copies of `values` in the place of the buffers inside."""
         before: list[tuple[nn.Module, str, torch.Tensor | None]] = []
         for place, value in values.items():
-            owner, name = self._places[place]
+            owner, name = self._place(place)
             before.append((owner, name, owner._buffers.get(name)))
             owner._buffers[name] = value.clone()
         try:

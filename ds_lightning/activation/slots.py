@@ -23,16 +23,16 @@ class _Column:
 
 
 class _Slotted:
-    def __init__(self, devices: list[torch.device], taken: list[tuple[_Column, int, torch.Tensor]]) -> None:
-        self._devices = devices
+    def __init__(self, tensors: Sequence[torch.Tensor], taken: list[tuple[_Column, int, torch.Tensor]]) -> None:
+        self._places = [(tensor.device, tensor.shape) for tensor in tensors]
         self._taken = taken
         self.nbytes = sum(slot.numel() * slot.element_size() for _, _, slot in taken)
 
     def restore(self) -> list[torch.Tensor]:
         # A slot is written again only once nothing of this call is left, so on its own device it is lent out.
         return [
-            slot.detach() if slot.device == device else slot.to(device, non_blocking=True)
-            for device, (_, _, slot) in zip(self._devices, self._taken, strict=True)
+            slot.detach().to(device, non_blocking=True).view(shape)
+            for (device, shape), (_, _, slot) in zip(self._places, self._taken, strict=True)
         ]
 
     def __del__(self) -> None:
@@ -42,6 +42,8 @@ class _Slotted:
 
 class SlotStore:
     """Inputs are copied into slots, one column of them per argument position, which live as long as the store.
+
+    What is restored is the slot itself and must not be changed; it holds what was cut from inputs, see `slices.py`.
 
     Args:
         number: slots per column (`number_checkpoints`).
@@ -59,9 +61,8 @@ class SlotStore:
         Raises:
             RecomputationError: when more calls wait for backward than there are slots, or when sizes differ.
         """
-        devices = [tensor.device for tensor in tensors]
         taken: list[tuple[_Column, int, torch.Tensor]] = []
-        kept = _Slotted(devices, taken)
+        kept = _Slotted(tensors, taken)
         for position, tensor in enumerate(tensors):
             column = self._column(position, tensor)
             if not column.free:
