@@ -54,10 +54,10 @@ class Checked(Net):
     """Looks at itself in each step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert [name for name, _ in self.named_parameters()] == [name for name, _ in Net().named_parameters()]
-        assert [type(module) for module in self.modules()] == [type(module) for module in Net().modules()]
+        assert [name for name, _ in self.named_parameters()] == [name for name, _ in Checked().named_parameters()]
+        assert [type(module) for module in self.modules()] == [type(module) for module in Checked().modules()]
         if batch_idx == 0:
-            assert list(self.state_dict()) == list(Net().state_dict())
+            assert list(self.state_dict()) == list(Checked().state_dict())
         assert all("forward" in vars(block) for block in self.blocks)
         loss = self.loss(batch)
         gc.collect()
