@@ -11,10 +11,12 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_lightning.activation.module_buffers import ModuleBuffers
 from ds_lightning.activation.options import Checkpointing
 from ds_lightning.activation.region import Region
+from ds_lightning.activation.selective import compiled_contexts
 
 
 class _Forward:
@@ -36,9 +38,12 @@ class _Forward:
         self._before_recomputation = before_recomputation
         self._instances = module.__dict__.get("forward")  # someone else may stand there already
 
-    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, original = self._original()
+        if torch.compiler.is_compiling():  # the compiler plans the recomputation itself
+            if self._how.selective:
+                return torch_checkpoint(original, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+            return torch_checkpoint(original, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         region = Region(original, self._how, self._name, module, self._buffers, self._before_recomputation)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ds_lightning.activation.random_states import RandomStates
 from ds_lightning.activation.tree import put_back, take_out, tensors_in
@@ -34,6 +35,12 @@ def expensive_operations() -> frozenset[Any]:
     """Matrix products, convolutions and fused attention, as many of them as this torch has."""
     packets = [getattr(torch.ops.aten, name) for name in _EXPENSIVE if hasattr(torch.ops.aten, name)]
     return frozenset(packet.default for packet in packets if "default" in packet.overloads())
+
+
+def compiled_contexts() -> tuple[Any, Any]:
+    """The same choice in the terms of torch's compiler."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(list(expensive_operations()))
+    return contexts
 
 
 class _Result:

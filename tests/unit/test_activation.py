@@ -777,6 +777,30 @@ def test_a_graph_that_is_older_than_the_removal_goes_on(how):
     assert same([p.grad for p in (*block.parameters(), x)], wanted[:-1])
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("selective", [False, True], ids=["full", "selective"])
+@pytest.mark.parametrize("compiled", ["model", "block", "wrapper"])
+def test_compiled_models_are_checkpointed_by_the_compiler(compiled, selective):
+    def run(checkpointed):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(0.0), Block(0.0))
+        if compiled == "block":
+            for block in model:
+                block.compile()
+        elif compiled == "wrapper":
+            model = nn.Sequential(*(torch.compile(block) for block in model))
+        if checkpointed:
+            CheckpointedBlocks(scopes(model), Checkpointing(selective=selective))
+        function = torch.compile(model) if compiled == "model" else model
+        return [gradients(function, model) for _ in range(2)]
+
+    for got, wanted in zip(run(True), run(False), strict=True):
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_the_table_of_a_profile_is_readable():
     profile = Profile()
     profile.rows = {
