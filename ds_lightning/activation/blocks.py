@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_lightning.activation.module_buffers import ModuleBuffers
-from ds_lightning.activation.options import Checkpointing
+from ds_lightning.activation.options import ActivationOptions
 from ds_lightning.activation.region import Region
 from ds_lightning.activation.selective import compiled_contexts
 
@@ -29,7 +29,7 @@ class _Forward:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, how: Checkpointing, before_recomputation: Callable[[], None] | None
+        self, module: nn.Module, name: str, how: ActivationOptions, before_recomputation: Callable[[], None] | None
     ) -> None:
         self._module = ref(module)
         self._name = name
@@ -93,7 +93,7 @@ class CheckpointedBlocks:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        how: Checkpointing,
+        how: ActivationOptions,
         before_recomputation: Callable[[str], None] | None = None,
     ) -> None:
         self.how = how

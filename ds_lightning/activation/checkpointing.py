@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_lightning.activation.blocks import is_checkpointed
 from ds_lightning.activation.module_buffers import ModuleBuffers
-from ds_lightning.activation.options import Checkpointing, shares_inputs
+from ds_lightning.activation.options import ActivationOptions, shares_inputs
 from ds_lightning.activation.random_states import MODEL_PARALLEL, RandomStateTracker, seed_device
 from ds_lightning.activation.region import Region
 from ds_lightning.config import load
@@ -47,7 +47,7 @@ class Front:
         self.block = ActivationCheckpointingConfig()
         self.mpu: Any = None
         self.configured = False
-        self._how: Checkpointing | None = None
+        self._how: ActivationOptions | None = None
         self._buffers: WeakKeyDictionary[nn.Module, ModuleBuffers] = WeakKeyDictionary()
 
     @property
@@ -57,10 +57,10 @@ class Front:
         return group
 
     @property
-    def how(self) -> Checkpointing:
+    def how(self) -> ActivationOptions:
         """What `checkpoint` does."""
         if self._how is None:
-            self._how = Checkpointing.from_config(self.block, self.group, self.tracker)
+            self._how = ActivationOptions.from_config(self.block, self.group, self.tracker)
         return self._how
 
     def set(self, block: ActivationCheckpointingConfig, mpu: Any) -> None:
@@ -70,7 +70,7 @@ class Front:
             ConfigError: for settings that contradict each other; nothing is changed then.
         """
         group = mpu.get_model_parallel_group() if mpu is not None else None
-        how = Checkpointing.from_config(block, group, self.tracker)
+        how = ActivationOptions.from_config(block, group, self.tracker)
         self.block, self.mpu, self._how = block, mpu, how
 
     def buffers_of(self, module: nn.Module) -> ModuleBuffers:

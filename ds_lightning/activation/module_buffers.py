@@ -26,8 +26,8 @@ class ModuleBuffers:
         self._changing: set[int] | None = None if self._places else set()
 
     def before_forward(self) -> BufferValues | None:
-        """To be called before a forward; the result knows the values it began with, None where there are none."""
-        if not self._places:
+        """To be called before a forward; the result knows the values it begins with. None outside of training."""
+        if not any(self._place(place)[0].training for place in range(len(self._places))):
             return None
         wanted = range(len(self._places)) if self._changing is None else sorted(self._changing)
         values: dict[int, torch.Tensor] = {}
@@ -56,9 +56,6 @@ class ModuleBuffers:
             if version is not None and (buffer := self._at(place)) is not None and buffer._version != version
         }
         if self._changing is None:
-            if not any(self._place(place)[0].training for place in range(len(self._places))):
-                values.clear()  # nothing is learnt in evaluation mode
-                return
             self._changing = {
                 place
                 for place, value in values.items()

@@ -17,7 +17,7 @@ from ds_lightning.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Checkpointing:
+class ActivationOptions:
     """What one kind of checkpointed call does.
 
     Attributes:
@@ -40,7 +40,7 @@ class Checkpointing:
         block: ActivationCheckpointingConfig,
         group: dist.ProcessGroup | None = None,
         tracker: RandomStateTracker | None = None,
-    ) -> Checkpointing:
+    ) -> ActivationOptions:
         """What the block `activation_checkpointing` asks for.
 
         Args:
@@ -73,7 +73,7 @@ class Checkpointing:
             Profile() if block.profile else None,
         )
 
-    def with_store(self, store: InputStore) -> Checkpointing:
+    def with_store(self, store: InputStore) -> ActivationOptions:
         """The same with another store."""
         return replace(self, store=store)
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_lightning.activation.measure import bytes_besides, clock, synchronize
 from ds_lightning.activation.module_buffers import BufferValues, ModuleBuffers
-from ds_lightning.activation.options import Checkpointing
+from ds_lightning.activation.options import ActivationOptions
 from ds_lightning.activation.selective import KeptResults
 from ds_lightning.activation.surroundings import Surroundings
 from ds_lightning.activation.tree import put_back, take_out
@@ -64,7 +64,7 @@ class Region:
     def __init__(
         self,
         function: Callable[..., Any],
-        how: Checkpointing,
+        how: ActivationOptions,
         name: str,
         module: nn.Module | None = None,
         buffers: ModuleBuffers | None = None,
@@ -136,7 +136,7 @@ class Region:
         how = self._how
         if how.synchronize:
             synchronize()
-        if self._before_recomputation is not None:
+        if self._before_recomputation is not None and task != NO_BACKWARD:
             self._before_recomputation()
         start = clock() if how.profile is not None else 0.0
         alive = {place: holder for place, reference in enumerate(self._holders) if (holder := reference()) is not None}

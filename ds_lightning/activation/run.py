@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_lightning.activation import checkpointing
 from ds_lightning.activation.blocks import CheckpointedBlocks, worth_checkpointing
-from ds_lightning.activation.options import Checkpointing, shares_inputs
+from ds_lightning.activation.options import ActivationOptions, shares_inputs
 from ds_lightning.config.schema.activation import ActivationCheckpointingConfig
 
 
@@ -38,7 +38,7 @@ class ActivationRun:
             front.set(block, front.mpu)
             how = front.how
         else:  # the script's settings hold for its own calls
-            how = Checkpointing.from_config(block, front.group, front.tracker)
+            how = ActivationOptions.from_config(block, front.group, front.tracker)
         chosen = worth_checkpointing(modules, block.every)
         if not chosen:
             warn(

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_lightning.activation.blocks import CheckpointedBlocks, worth_checkpointing
-from ds_lightning.activation.options import Checkpointing
+from ds_lightning.activation.options import ActivationOptions
 from ds_lightning.config.schema.activation import ActivationCheckpointingConfig
 from ds_lightning.demo import ByteGPT
 from ds_lightning.layout.units import find_scopes
@@ -41,7 +41,7 @@ CONTESTANTS = {
 def blocks_of(model: nn.Module, block: ActivationCheckpointingConfig) -> CheckpointedBlocks:
     modules = dict(model.named_modules())
     scopes = {name: modules[name] for name in find_scopes(model)}
-    return CheckpointedBlocks(worth_checkpointing(scopes, block.every), Checkpointing.from_config(block))
+    return CheckpointedBlocks(worth_checkpointing(scopes, block.every), ActivationOptions.from_config(block))
 
 
 class Alive(TorchDispatchMode):

@@ -15,7 +15,7 @@ from torch import nn
 from ds_lightning.activation import checkpointing
 from ds_lightning.activation.blocks import CheckpointedBlocks, worth_checkpointing
 from ds_lightning.activation.host import HostStore
-from ds_lightning.activation.options import Checkpointing
+from ds_lightning.activation.options import ActivationOptions
 from ds_lightning.activation.region import Region
 from ds_lightning.activation.slices import SlicedStore
 from ds_lightning.activation.slots import SlotStore
@@ -76,9 +76,9 @@ def checkpointed(policy: str) -> Any:
 
     def prepare(engine):
         how = {
-            "full": Checkpointing,
-            "selective": lambda: Checkpointing(selective=True),
-            "offload": lambda: Checkpointing(HostStore()),
+            "full": ActivationOptions,
+            "selective": lambda: ActivationOptions(selective=True),
+            "offload": lambda: ActivationOptions(HostStore()),
         }[policy]()
         CheckpointedBlocks(worth_checkpointing(engine.scopes), how, engine.passes.before_scope)
 
@@ -190,7 +190,7 @@ class Mpu:
 
 def stores(group: dist.ProcessGroup) -> dict[str, Any]:
     return {
-        "slices": SlicedStore(group, Checkpointing().store),
+        "slices": SlicedStore(group, ActivationOptions().store),
         "slices on the host": SlicedStore(group, HostStore()),
         "slots": SlicedStore(group, SlotStore(3)),
         "slots on the host": SlicedStore(group, SlotStore(3, on_host=True)),
@@ -220,7 +220,7 @@ def slices() -> None:
 
     wanted = run(body)
     for name, store in stores(group).items():
-        how = Checkpointing(store)
+        how = ActivationOptions(store)
         for _ in range(2):
             got = run(lambda *a, how=how: Region(body, how, "body").forward(a, {}))
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), name
@@ -277,10 +277,10 @@ def test_the_front_partitions_with_an_mpu():
 
 def from_block() -> None:
     block = ActivationCheckpointingConfig(partition_activations=True)
-    assert type(Checkpointing.from_config(block, dist.group.WORLD).store) is SlicedStore
+    assert type(ActivationOptions.from_config(block, dist.group.WORLD).store) is SlicedStore
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    assert type(Checkpointing.from_config(block, alone).store) is not SlicedStore
-    assert type(Checkpointing.from_config(ActivationCheckpointingConfig(), dist.group.WORLD).store) is not SlicedStore
+    assert type(ActivationOptions.from_config(block, alone).store) is not SlicedStore
+    assert type(ActivationOptions.from_config(ActivationCheckpointingConfig(), dist.group.WORLD).store) is not SlicedStore
 
 
 def test_a_group_of_one_partitions_nothing():  # AC-09

@@ -25,7 +25,7 @@ from ds_lightning.activation import checkpointing
 from ds_lightning.activation.blocks import CheckpointedBlocks, worth_checkpointing
 from ds_lightning.activation.host import HostStore
 from ds_lightning.activation.measure import Profile, Row
-from ds_lightning.activation.options import Checkpointing
+from ds_lightning.activation.options import ActivationOptions
 from ds_lightning.activation.random_states import RandomStateTracker
 from ds_lightning.activation.region import Region
 from ds_lightning.activation.selective import KeptResults, expensive_operations
@@ -36,11 +36,11 @@ from ds_lightning.errors import ConfigError, RecomputationError
 from ds_lightning.layout.units import find_scopes
 
 HOWS = {
-    "full": lambda: Checkpointing(),
-    "selective": lambda: Checkpointing(selective=True),
-    "offload": lambda: Checkpointing(HostStore()),
-    "slots": lambda: Checkpointing(SlotStore(8)),
-    "profiled": lambda: Checkpointing(selective=True, synchronize=True, profile=Profile()),
+    "full": lambda: ActivationOptions(),
+    "selective": lambda: ActivationOptions(selective=True),
+    "offload": lambda: ActivationOptions(HostStore()),
+    "slots": lambda: ActivationOptions(SlotStore(8)),
+    "profiled": lambda: ActivationOptions(selective=True, synchronize=True, profile=Profile()),
 }
 WIDTH = 16
 ROWS = 64
@@ -61,7 +61,7 @@ def _front():
     front.__init__()
 
 
-def call(how: Checkpointing, function: Any, *args: Any, **kwargs: Any) -> Any:
+def call(how: ActivationOptions, function: Any, *args: Any, **kwargs: Any) -> Any:
     return Region(function, how, "call").forward(args, kwargs)
 
 
@@ -362,7 +362,7 @@ def test_an_input_changed_in_place_is_an_error_that_says_so(how, when):
 
 
 def test_copies_of_inputs_may_change_meanwhile():
-    how = Checkpointing(SlotStore(2))
+    how = ActivationOptions(SlotStore(2))
     x, table = inputs(), torch.ones(WIDTH)
     out = call(how, lambda x, table: (x * table).tanh(), x, table)
     table.add_(1)
@@ -523,7 +523,7 @@ def test_only_inputs_are_kept():
     weights = {p.untyped_storage()._cdata for p in block.parameters()}
     without = sum(size for storage, size in storages.items() if storage not in weights)
 
-    how = Checkpointing(profile=Profile())
+    how = ActivationOptions(profile=Profile())
     out = Region(block, how, "call", block).forward((inputs(),), {})
     row = how.profile.rows["call"]
     assert (row.without, row.kept) == (without, ROWS * WIDTH * 4)
@@ -602,7 +602,7 @@ def test_full_runs_the_forward_once_more_and_stops_early():
     with Count() as plain:
         gradients(block, block)
     with Count() as full:
-        gradients(lambda x: call(Checkpointing(), block, x), block)
+        gradients(lambda x: call(ActivationOptions(), block, x), block)
     # Nothing behind the second product saves anything, so it is not computed again.
     assert full.seen["addmm"] - plain.seen["addmm"] == 1
     assert full.seen["native_layer_norm"] == 2 * plain.seen["native_layer_norm"]
@@ -614,13 +614,13 @@ def test_selective_computes_no_product_again():
     with Count() as plain:
         gradients(block, block)
     with Count() as selective:
-        gradients(lambda x: call(Checkpointing(selective=True), block, x), block)
+        gradients(lambda x: call(ActivationOptions(selective=True), block, x), block)
     assert selective.seen["addmm"] == plain.seen["addmm"] == 2
     assert selective.seen["native_layer_norm"] == 2 * plain.seen["native_layer_norm"]
 
 
 def test_selective_keeps_what_backward_reaches_and_not_the_last_result():
-    how = Checkpointing(selective=True, profile=Profile())
+    how = ActivationOptions(selective=True, profile=Profile())
     block = Block(0.0)
     out = call(how, block, inputs())
     # The input, and the first product's result; nothing behind the second product needs its own.
@@ -635,7 +635,7 @@ def test_selective_attention_is_kept_and_the_draws_behind_it_are_right():
         return F.dropout(y, 0.5)
 
     with Count() as selective:
-        got = gradients(lambda x: call(Checkpointing(selective=True), attend, x))
+        got = gradients(lambda x: call(ActivationOptions(selective=True), attend, x))
     assert same(got, gradients(attend))
     assert selective.seen["_scaled_dot_product_flash_attention_for_cpu"] == 1
 
@@ -648,7 +648,7 @@ def test_a_kept_random_operation_leaves_the_generator_as_it_did():
     torch.manual_seed(5)
     body(x).sum().backward()
     wanted, x.grad = x.grad, None
-    region = Region(body, Checkpointing(selective=True), "body")
+    region = Region(body, ActivationOptions(selective=True), "body")
     torch.manual_seed(5)
     kept = KeptResults(region._facts.__len__, frozenset({torch.ops.aten.native_dropout.default}))
     original = KeptResults.__init__
@@ -756,7 +756,7 @@ def test_a_forward_of_the_instance_is_kept_and_comes_back(how):
 def test_a_call_by_hand_of_a_checkpointed_block_is_checkpointed_once():
     model = gpt()
     block = model.blocks[0]
-    blocks = CheckpointedBlocks({"block": block}, Checkpointing())
+    blocks = CheckpointedBlocks({"block": block}, ActivationOptions())
     before = len([o for o in gc.get_objects() if type(o) is Region])
     turns = torch.ones(2, 8, 8)
     out = [dsl.checkpoint(function, inputs(1, 8, 32), turns) for function in (block, block.forward)]
@@ -792,7 +792,7 @@ def test_compiled_models_are_checkpointed_by_the_compiler(compiled, selective):
         elif compiled == "wrapper":
             model = nn.Sequential(*(torch.compile(block) for block in model))
         if checkpointed:
-            CheckpointedBlocks(scopes(model), Checkpointing(selective=selective))
+            CheckpointedBlocks(scopes(model), ActivationOptions(selective=selective))
         function = torch.compile(model) if compiled == "model" else model
         return [gradients(function, model) for _ in range(2)]
 
@@ -992,7 +992,53 @@ def test_random_programs(seed):
 
 
 def test_options_are_values():
-    how = Checkpointing()
+    how = ActivationOptions()
     store = HostStore()
     assert replace(how, store=store).store is store
     assert how.store is not store
+
+
+# On a device ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["full", "selective", "offload"])
+def test_a_gpu_gives_the_same_bits_and_the_host_takes_the_inputs(name):
+    torch.manual_seed(0)
+    model = ByteGPT(layers=6, width=256, heads=4, block_size=256, dropout=0.1).cuda()
+    tokens = torch.randint(0, 256, (16, 256), device="cuda")
+
+    def run():
+        model.zero_grad()
+        torch.manual_seed(1)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = model._loss((tokens, tokens))
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return held, [p.grad.clone() for p in model.parameters()], torch.rand(2, device="cuda")
+
+    run()
+    most, gradients_, drawn = run()
+    blocks = CheckpointedBlocks(worth_checkpointing(scopes(model)), HOWS[name]())
+    for _ in range(2):  # pinned memory is new, and used again
+        held, found, next_drawn = run()
+        assert same(found, gradients_)
+        assert torch.equal(next_drawn, drawn)
+    blocks.remove()
+    stream = 16 * 256 * 256 * 4
+    if name == "offload":  # the last input, and what the rest of the model saves
+        assert held < most - 5 * stream
+        plain = CheckpointedBlocks(worth_checkpointing(scopes(model)), HOWS["full"]())
+        assert run()[0] - held >= 5 * stream
+        plain.remove()
+
+
+@pytest.mark.gpu
+def test_host_slots_on_a_gpu_are_pinned():
+    store = SlotStore(2, on_host=True)
+    kept = store.keep([torch.arange(8.0, device="cuda")])
+    assert kept._taken[0][2].is_pinned()
+    assert kept.restore()[0].tolist() == list(range(8))

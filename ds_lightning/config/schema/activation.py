@@ -23,7 +23,11 @@ class ActivationCheckpointingConfig(Block):
     partition_activations: bool = key(False, "Share inputs of blocks out to model-parallel ranks.")
     cpu_checkpointing: bool = key(False, "Keep inputs of blocks in host memory.")
     contiguous_memory_optimization: bool = key(False, "Keep these slices in memory allocated once.")
-    number_checkpoints: int | None = key(None, "Checkpointed calls per forward.", at_least=1)
+    number_checkpoints: int | None = key(
+        None,
+        "Checkpointed calls per forward, for contiguous_memory_optimization.",
+        at_least=1,
+    )
     synchronize_checkpoint_boundary: bool = key(False, "Synchronize the device around each checkpoint.")
     profile: bool = key(False, "Measure what each checkpoint costs and saves; it waits for the device.")
 
