@@ -26,10 +26,11 @@ _LAZY = {
     "full_optimizer_state": "ds_lightning.zero.access",
     "grad_norms": "ds_lightning.zero.access",
 }
-_LAZY_MODULES = ("callbacks", "ops", "optim")
+_LAZY_MODULES = ("callbacks", "checkpoint", "ops", "optim")
 
 if TYPE_CHECKING:
     from ds_lightning import callbacks, ops, optim
+    from ds_lightning.activation.checkpointing import checkpoint
     from ds_lightning.checkpoint.lightning_module import load_from_checkpoint
     from ds_lightning.checkpoint.pretrained import load_pretrained
     from ds_lightning.precision.loss_scale import LossScaleOptions
@@ -42,6 +43,7 @@ __all__ = [
     "ZeroPrecision",
     "ZeroStrategy",
     "callbacks",
+    "checkpoint",
     "errors",
     "full_grad",
     "full_optimizer_state",

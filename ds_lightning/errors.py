@@ -57,3 +57,7 @@ class FileIOError(DsLightningError, OSError):
 
 class ReleasedParameterError(DsLightningError, RuntimeError):
     """The values of a sharded parameter were touched where they are not gathered."""
+
+
+class RecomputationError(DsLightningError, RuntimeError):
+    """A checkpointed forward cannot be computed again, or gives something else than at first."""

@@ -17,11 +17,12 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from ds_lightning.activation.run import ActivationRun
 from ds_lightning.checkpointing import Checkpointing, tell
 from ds_lightning.children import end_children
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
@@ -105,6 +106,7 @@ class ZeroStrategy(Checkpointing):
         self._topology: Topology | None = None
         self._resolved: ResolvedConfig | None = None
         self._construction: ShardedConstruction | None = None
+        self._activation: ActivationRun | None = None
         self._used = False
         self._failed = False
         super().__init__(
@@ -292,6 +294,8 @@ class ZeroStrategy(Checkpointing):
             self.setup_optimizers(trainer)
         self._resolve(trainer, module)
         self._build(module, fitting)
+        if fitting:
+            self._checkpoint_activations()
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()
@@ -353,6 +357,13 @@ class ZeroStrategy(Checkpointing):
         if self._load_later is not None:
             self._load_later()
             self._load_later = None
+
+    def _checkpoint_activations(self) -> None:
+        assert self._engine is not None
+        block = self.config.activation_checkpointing
+        if block.is_on and self._activation is None:
+            before = self._engine.passes.before_scope
+            self._activation = ActivationRun(self._engine.scopes, block, before, rank_zero_warn)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Call `configure_optimizers`; an optimizer of the configuration takes the place of one that is missing."""
@@ -559,6 +570,11 @@ class ZeroStrategy(Checkpointing):
     def teardown(self) -> None:
         """Leave the module sharded, for saving and evaluation after `fit`; idempotent, and safe after a failure."""
         self._end_evaluation()
+        if self._activation is not None:
+            table = self._activation.stop()
+            self._activation = None
+            if table:
+                rank_zero_info(table)
         if self.engine is not None and not self._failed:
             self.engine.norms.last()  # nothing may be in flight when the process ends
         self._saver.finish(self._failed, self._topology)
@@ -571,7 +587,14 @@ class ZeroStrategy(Checkpointing):
     def __getstate__(self) -> dict[str, Any]:
         """Process groups and engines belong to a process."""
         values: dict[str, Any] = super().__getstate__()
-        return {**values, "_engine": None, "_topology": None, "_construction": None, "_load_later": None}
+        return {
+            **values,
+            "_engine": None,
+            "_topology": None,
+            "_construction": None,
+            "_activation": None,
+            "_load_later": None,
+        }
 
 
 def _pass_zero_grad_on(wrapper: LightningOptimizer) -> None:

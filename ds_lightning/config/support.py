@@ -72,7 +72,6 @@ PLANNED = (
     Row("sparse_gradients", _true, _SWITCH_OFF),
     Row("sequence_parallel_size", _above_one, "set it to 1"),
     Row("sparse_attention", _not(None), "leave the block out"),
-    Row("activation_checkpointing", lambda block: block.is_on, "set all its switches to false"),
     Row("curriculum_learning.enabled", _true, _SWITCH_OFF),
     Row("data_efficiency.enabled", _true, _SWITCH_OFF),
     Row("autotuning.enabled", _true, _SWITCH_OFF),

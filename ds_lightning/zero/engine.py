@@ -138,6 +138,11 @@ class ZeroEngine:
         self._hook_everything()
         self._signature = self._group_signature()
 
+    @property
+    def scopes(self) -> Mapping[str, nn.Module]:
+        """The modules that are gathered as one, by name."""
+        return self._scopes
+
     # Layout ---------------------------------------------------------------------------------------------------------
 
     def _wrap(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[ShardedOptimizer]:

@@ -14,12 +14,22 @@ class ActivationCheckpointingConfig(Block):
     """Recompute activations in backward instead of keeping them."""
 
     enabled: bool = key(False, "Turn it on with plain recomputation (a key of this package).")
-    partition_activations: bool = key(False, "Split saved inputs over model-parallel ranks.")
-    cpu_checkpointing: bool = key(False, "Keep saved inputs in host memory.")
-    contiguous_memory_optimization: bool = key(False, "Save into pre-allocated buffers.")
-    number_checkpoints: int | None = key(None, "Checkpointed calls per forward.", at_least=1)
+    policy: str = key(
+        "full",
+        "full recomputes everything; selective keeps results of matrix products and attention (of this package).",
+        choices=("full", "selective"),
+    )
+    every: int = key(1, "Checkpoint every n-th block only (a key of this package).", at_least=1)
+    partition_activations: bool = key(False, "Share inputs of blocks out to model-parallel ranks.")
+    cpu_checkpointing: bool = key(False, "Keep inputs of blocks in host memory.")
+    contiguous_memory_optimization: bool = key(False, "Keep these slices in memory allocated once.")
+    number_checkpoints: int | None = key(
+        None,
+        "Checkpointed calls per forward, for contiguous_memory_optimization.",
+        at_least=1,
+    )
     synchronize_checkpoint_boundary: bool = key(False, "Synchronize the device around each checkpoint.")
-    profile: bool = key(False, "Time forward and backward of each checkpoint.")
+    profile: bool = key(False, "Measure what each checkpoint costs and saves; it waits for the device.")
 
     @property
     def is_on(self) -> bool:

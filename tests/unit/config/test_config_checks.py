@@ -124,8 +124,6 @@ def test_stage_checks_wait_for_the_stage():
         ({"comms_logger": {"enabled": True}}, "comms_logger.enabled"),
         ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop.enabled"),
         ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
-        ({"activation_checkpointing": {"enabled": True}}, "activation_checkpointing"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing"),
         ({"prescale_gradients": True}, "prescale_gradients"),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
