@@ -323,8 +323,10 @@ class Checkpointing(DDPStrategy):
 
     @property
     def _shards_parameters(self) -> bool:
-        several = self._topology is not None and self._topology.world_size > 1
-        return several and StagePlan.of(self.config.zero_optimization.stage).shard_params
+        zero = self.config.zero_optimization
+        alone = self._topology is None or self._topology.world_size == 1
+        on_disk = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)  # even one rank's is too much
+        return StagePlan.of(zero.stage).shard_params and (on_disk or not alone) and self._topology is not None
 
     def _loading(self) -> AbstractContextManager[Any]:
         if self.engine is not None:

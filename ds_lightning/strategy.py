@@ -25,11 +25,14 @@ from torch.optim import Optimizer
 from ds_lightning.activation.run import ActivationRun
 from ds_lightning.checkpointing import Checkpointing, tell
 from ds_lightning.children import end_children
+from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
 from ds_lightning.config.arguments import with_offload
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.resolve import try_resolve
 from ds_lightning.errors import ConfigError, TopologyError
+from ds_lightning.offload.policy import OffloadPolicy
+from ds_lightning.offload.shelf import Shelf, shelf_for
 from ds_lightning.optim.from_config import build_optimizer
 from ds_lightning.precision.loss_scale import LossScaleOptions
 from ds_lightning.precision.plugin import ZeroPrecision
@@ -433,9 +436,23 @@ class ZeroStrategy(Checkpointing):
             return
         assert self.lightning_module is not None
         if self._construction is None and self._shards_parameters:
-            self._construction = ShardedConstruction(self.lightning_module, self._topology, tell)
+            self._construction = ShardedConstruction(self.lightning_module, self._topology, tell, self._shelf())
         with constructing(self._topology, self._construction):
             yield
+
+    def _shelf(self) -> Shelf:
+        """Where parts are kept during construction. Collective: a folder that one rank cannot use is told by all."""
+        assert self._topology is not None
+        shelf, problem = None, None
+        try:
+            shelf = shelf_for(OffloadPolicy.from_config(self.config))
+        except ConfigError as error:
+            problem = str(error)
+        for rank, other in enumerate(Agreement(self._topology).everyone(problem)):
+            if other is not None:
+                raise ConfigError(f"rank {rank}: {other}")
+        assert shelf is not None
+        return shelf
 
     # Loop -----------------------------------------------------------------------------------------------------------
 

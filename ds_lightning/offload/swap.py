@@ -229,22 +229,11 @@ class SwapSpace:
             ConfigError: when the folder cannot be used, or the disk is too small.
         """
         try:
-            file = self._open(folder, what, layout.nbytes)
+            file = unnamed_file(self.io, folder, f"unit {what}", layout.nbytes)
         except OSError as error:
-            raise ConfigError(_trouble(folder, what, layout.nbytes, error)) from error
+            raise ConfigError(trouble(folder, f"unit {what}", layout.nbytes, error)) from error
         self.nbytes += layout.nbytes
         return UnitSwap(self.io, file, layout)
-
-    def _open(self, folder: Path, what: str, nbytes: int) -> File:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _unnamed(folder)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-            file = self.io.open(f"/proc/self/fd/{descriptor}", mode="r+")
-            file.path = folder / f"(swap file of unit {what})"  # it has no name; this is for messages
-            return file
-        finally:
-            os.close(descriptor)
 
     def remove(self, swap: UnitSwap) -> None:
         """A unit is gone."""
@@ -263,8 +252,32 @@ class SwapSpace:
         self.io.close()
 
 
+def unnamed_file(io: AsyncIO, folder: Path, what: str, nbytes: int) -> File:
+    """A new file without a name, with its full size; see [Note: the life of a swap file].
+
+    Args:
+        io: opens it.
+        folder: where; made if it does not exist.
+        what: will be in it, for messages.
+        nbytes: its size.
+
+    Raises:
+        OSError: when that is not possible.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = _unnamed(folder)
+    try:
+        if nbytes:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        file = io.open(f"/proc/self/fd/{descriptor}", mode="r+")
+        file.path = folder / f"(swap file of {what})"
+        return file
+    finally:
+        os.close(descriptor)
+
+
 def _unnamed(folder: Path) -> int:
-    """A descriptor of a new file without a name. See [Note: the life of a swap file]."""
+    """A descriptor of a new file without a name."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:  # not every file system can do that; a folder that cannot be used fails again
@@ -273,9 +286,10 @@ def _unnamed(folder: Path) -> int:
         return descriptor
 
 
-def _trouble(folder: Path, what: str, nbytes: int, error: OSError) -> str:
+def trouble(folder: Path, what: str, nbytes: int, error: OSError) -> str:
+    """What to tell the user when `unnamed_file` fails."""
     size = f"{nbytes / 2**20:.1f} MiB"
-    text = f"The swap file of unit {what} ({size}) cannot be made in {folder}: {error.strerror or error}."
+    text = f"The swap file of {what} ({size}) cannot be made in {folder}: {error.strerror or error}."
     if folder.is_dir():
         free = os.statvfs(folder)
         text += f" {free.f_bavail * free.f_frsize / 2**20:.1f} MiB are free there."

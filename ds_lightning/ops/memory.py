@@ -26,7 +26,7 @@ def keep_freed_memory(mmap_threshold_bytes: int = 1 << 40, trim_threshold_bytes:
 
 
 def return_freed_memory() -> bool:
-    """Makes glibc give large blocks (1 MiB and more) back as soon as they are freed; undoes `keep_freed_memory`.
+    """Makes glibc give blocks of 128 KiB and more back as soon as they are freed; undoes `keep_freed_memory`.
 
     By default it keeps blocks of up to 32 MiB once some of that size were freed, and what lies
     between them is lost to fragmentation: memory that is scarce should not pay for that. The price
@@ -35,7 +35,7 @@ def return_freed_memory() -> bool:
     Returns:
         As `keep_freed_memory`.
     """
-    return keep_freed_memory(1 << 20, 1 << 20)
+    return keep_freed_memory(128 << 10, 1 << 20)
 
 
 def release_free_memory() -> bool:

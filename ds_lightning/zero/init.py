@@ -31,6 +31,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ReleasedParameterError
+from ds_lightning.offload.shelf import MemoryShelf, Part, Shelf
 from ds_lightning.ops.memory import release_free_memory
 from ds_lightning.topology import Topology
 from ds_lightning.zero.logical import LogicalTensor
@@ -49,14 +50,22 @@ class ShardedConstruction:
         module: the model, for names in messages.
         topology: ranks and groups.
         tell: tells the user something.
+        shelf: keeps the parts; None keeps them in memory.
     """
 
-    def __init__(self, module: nn.Module, topology: Topology, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        topology: Topology,
+        tell: Callable[[str], None] | None = None,
+        shelf: Shelf | None = None,
+    ) -> None:
         self._module = module
         self._topology = topology
         self._tell = tell
+        self._shelf = shelf or MemoryShelf()
         self._collectives = Collectives.create(topology, Ledger())
-        self._parts: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Size]] = {}
+        self._parts: dict[int, tuple[nn.Parameter, Part, torch.Size]] = {}
         self._whole: OrderedDict[int, nn.Parameter] = OrderedDict()  # gathered because someone touched them
         self._largest = 0
         self._loose = 0  # bytes
@@ -106,11 +115,17 @@ class ShardedConstruction:
         with torch.no_grad():
             shape = parameter.shape
             values = parameter.detach().to(self._topology.device).contiguous().view(-1)
-            dist.broadcast(values, group_src=0, group=self._topology.data_group)
+            if size > 1:
+                dist.broadcast(values, group_src=0, group=self._topology.data_group)
             chunk = -(-values.numel() // size)
-            part = torch.zeros(chunk, dtype=values.dtype, device=values.device)
             own = values[rank * chunk : (rank + 1) * chunk]
-            part[: own.numel()].copy_(own)
+            if id(parameter) in self._parts:  # its place is kept
+                part = self._parts[id(parameter)][1]
+                part.write(own)
+            else:
+                padded = torch.zeros(chunk, dtype=values.dtype, device=values.device)
+                padded[: own.numel()].copy_(own)
+                part = self._shelf.put(padded)
             # The parameter keeps its shape over an empty storage.
             hollow = torch.empty(0, dtype=values.dtype, device=values.device)
             hollow.untyped_storage().resize_(values.numel() * values.element_size())
@@ -138,8 +153,8 @@ class ShardedConstruction:
         _, part, shape = entry
         size, rank = self._topology.world_size, self._topology.rank
         with torch.no_grad():
-            full = torch.empty(part.numel() * size, dtype=part.dtype, device=part.device)
-            full[rank * part.numel() : (rank + 1) * part.numel()].copy_(part)
+            full = torch.empty(part.numel * size, dtype=part.dtype, device=self._topology.device)
+            part.copy_to(full[rank * part.numel : (rank + 1) * part.numel])
             self._collectives.all_gather(full, "under construction", 0, full.numel()).wait()
         parameter.__class__ = nn.Parameter
         return full[: shape.numel()].view(shape)
@@ -155,6 +170,7 @@ class ShardedConstruction:
         """The engine has taken all parameters over."""
         self._parts.clear()
         self._whole.clear()
+        self._shelf.close()
         release_free_memory()
 
     def _touch(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -179,10 +195,10 @@ class ShardedConstruction:
     def _fill(self, parameter: nn.Parameter, values: LogicalTensor) -> nn.Parameter:
         """See [Note: loading into parts]."""
         _, part, shape = self._parts[id(parameter)]
-        start = min(self._topology.rank * part.numel(), shape.numel())
-        stop = min(start + part.numel(), shape.numel())
+        start = min(self._topology.rank * part.numel, shape.numel())
+        stop = min(start + part.numel, shape.numel())
         with torch.no_grad():
-            part[: stop - start].copy_(values.flat(start, stop))
+            part.write(values.flat(start, stop))
         return parameter
 
     def cut(self) -> None:
