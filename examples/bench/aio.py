@@ -3,10 +3,11 @@
     python examples/bench/aio.py --folder /local_nvme             # 256 MiB, 7 rounds
     python examples/bench/aio.py --mib 64 --rounds 3 --engines io_uring --blocks 1048576 --depths 8
 
-All contestants move the same file past the page cache and take turns, round after round: disks are shared and caches
-of hosts come and go. Figures are medians over rounds; ratios are medians of the ratios, within each round, to the
-setting of fio that is fastest over all rounds. fio's figures are its own; ours and DeepSpeed's are from the call to the
-end of the wait. Memory of ours is plain: at the start of a page ("aligned"), as torch allocates it ("torch"), or one
+All contestants move the same file past the page cache and take turns, in another order every round: disks are shared
+and caches of hosts come and go. Figures are medians over rounds; ratios are medians of the ratios, within each round,
+to the setting of fio that is fastest over all rounds. fio's figures are its own, from a few blocks of memory that stay
+in the processor's caches; ours and DeepSpeed's are from the call to the end of the wait, from memory as large as the
+file. Memory of ours is plain: at the start of a page ("aligned"), as torch allocates it ("torch"), or one
 byte off, by way of copies ("misaligned"). DeepSpeed's is page-locked by its own allocator.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import random
 import shutil
 import statistics
 import subprocess
@@ -124,7 +126,7 @@ def contestants(arguments: argparse.Namespace, file: Path) -> Iterator[Any]:
         except NativeOpError as error:
             print(error)
     for memory in (TORCH, MISALIGNED):
-        yield Ours(file, nbytes, "auto", 1 << 20, 8, 1, memory)
+        yield Ours(file, nbytes, "auto", 8 << 20, 4, 1, memory)
 
 
 def report(mib: int, seconds: dict[tuple[str, str], list[float]]) -> None:
@@ -134,8 +136,8 @@ def report(mib: int, seconds: dict[tuple[str, str], list[float]]) -> None:
 
     best = {}
     for verb in ("write", "read"):
-        ours_aside = [name for name, what in seconds if what == verb and name.startswith("fio")]
-        best[verb] = min(ours_aside, key=lambda name: statistics.median(seconds[name, verb]), default=None)
+        settings = [name for name, what in seconds if what == verb and name.startswith("fio")]
+        best[verb] = min(settings, key=lambda name: statistics.median(seconds[name, verb]), default=None)
     table = Table(title=f"{mib} MiB, ratios to the best setting of fio")
     for column in ("contestant", "write", "x fio", "read", "x fio"):
         table.add_column(column, justify="left" if column == "contestant" else "right")
@@ -159,7 +161,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--engines", nargs="+", default=["io_uring", "libaio", "threads"])
     parser.add_argument("--blocks", nargs="+", type=int, default=[1 << 20, 8 << 20])
-    parser.add_argument("--depths", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--depths", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--threads", nargs="+", type=int, default=[1])
     arguments = parser.parse_args()
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -171,13 +173,13 @@ def main() -> None:
             stream.flush()
         everybody = list(contestants(arguments, file))
         for turn in range(arguments.rounds + 1):  # the first warms up
-            order = everybody[turn % len(everybody) :] + everybody[: turn % len(everybody)]
+            order = random.Random(turn).sample(everybody, len(everybody))  # a disk remembers who came before
             for contestant, verb in itertools.product(order, ("write", "read")):
                 took = getattr(contestant, verb)()
                 if turn:
                     seconds.setdefault((contestant.name, verb), []).append(took)
-    names = {contestant.name: 0 for contestant in everybody}
-    report(arguments.mib, dict(sorted(seconds.items(), key=lambda item: list(names).index(item[0][0]))))
+    names = [contestant.name for contestant in everybody]
+    report(arguments.mib, {(name, verb): seconds[name, verb] for name in names for verb in ("write", "read")})
 
 
 def _size(nbytes: int) -> str:
