@@ -36,23 +36,34 @@ class _Forward:
         self._how = how
         self._buffers = ModuleBuffers(module)
         self._before_recomputation = before_recomputation
-        self._instances = module.__dict__.get("forward")  # someone else may stand there already
+        self._own = module.__dict__.get("forward")  # someone else may stand there already
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._traced(args, kwargs)
         module, original = self._original()
-        if torch.compiler.is_compiling():  # the compiler plans the recomputation itself
-            if self._how.selective:
-                return torch_checkpoint(original, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
-            return torch_checkpoint(original, *args, use_reentrant=False, **kwargs)
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         region = Region(original, self._how, self._name, module, self._buffers, self._before_recomputation)
         return region.forward(args, kwargs)
 
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In terms that torch's compiler understands; it plans the recomputation itself."""
+        module, own = self._module(), self._own
+        assert module is not None
+        forward = type(module).forward
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) if own is not None else forward(module, *args, **kwargs)
+
+        if self._how.selective:
+            return torch_checkpoint(original, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+        return torch_checkpoint(original, *args, use_reentrant=False, **kwargs)
+
     def _original(self) -> tuple[nn.Module, Callable[..., Any]]:
         module = self._module()
         assert module is not None
-        return module, self._instances or type(module).forward.__get__(module)
+        return module, self._own or type(module).forward.__get__(module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -61,22 +72,28 @@ class _Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copied module is an ordinary one."""
         twin = memo[id(self._module())]
-        if self._instances is not None:
-            return copy.deepcopy(self._instances, memo)
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
         return type(twin).forward.__get__(twin)
 
     def __reduce__(self) -> Any:
         """So is one that is pickled."""
+        if self._own is not None:
+            return _itself, (self._own,)
         return getattr, (self._module(), "forward")
 
     def remove(self) -> None:
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self:
             return
-        if self._instances is not None:
-            module.__dict__["forward"] = self._instances
+        if self._own is not None:
+            module.__dict__["forward"] = self._own
         else:
             del module.__dict__["forward"]
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 class CheckpointedBlocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -72,10 +72,6 @@ class ActivationOptions:
             tracker,
             Profile() if block.profile else None,
         )
-
-    def with_store(self, store: InputStore) -> ActivationOptions:
-        """The same with another store."""
-        return replace(self, store=store)
 
 
 def shares_inputs(group: dist.ProcessGroup | None) -> bool:

@@ -162,8 +162,9 @@ class Region:
         if problem:
             raise RecomputationError(
                 f"The checkpointed call of {self._name} gave something else when it was computed again: {problem}. It "
-                "must do the same for the same arguments: no branches on what changes between forward and backward "
-                "(counters, caches, training mode). Leave it out of activation checkpointing otherwise."
+                "must do the same for the same arguments: nothing may depend on what changes between forward and "
+                "backward (counters, training mode, a cache that it appends to: set config.use_cache = False in models "
+                "of transformers). Leave it out of activation checkpointing otherwise."
             )
         if how.profile is not None:
             how.profile.recomputation_is_over(self._name, clock() - start)

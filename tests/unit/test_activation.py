@@ -494,6 +494,20 @@ def test_another_computation_the_second_time_is_an_error_that_names_it(how, chan
         out.backward()
 
 
+def test_a_cache_that_grows_is_an_error_with_advice(how):
+    class Cache:
+        def __init__(self):
+            self.keys = torch.zeros(0, WIDTH)
+
+        def update(self, keys):
+            self.keys = torch.cat([self.keys, keys])
+            return self.keys
+
+    out = call(how, lambda x, cache: (x @ cache.update(x).t()).softmax(-1), inputs(), Cache())
+    with pytest.raises(RecomputationError, match=r"set config.use_cache = False in models of transformers"):
+        out.sum().backward()
+
+
 def test_code_that_catches_everything_does_not_disturb(how):
     block = Block()
 
