@@ -83,6 +83,23 @@ def test_hydra_app(run):
     assert "stage 1: loss" in run("hydra_app/app.py", "zero.stage=1", *words)
 
 
+OFFLOAD = ["--layers=32", "--width=256", "--steps=2", "--limit=128"]  # 388 MiB of states
+
+
+def test_offload_trains_with_a_third_of_the_memory_of_its_states(run, tmp_path):
+    said = run("offload.py", *OFFLOAD)
+    assert "388 MiB of states" in said
+    assert "allowed: 128 MiB" in said
+    assert (tmp_path / "offload.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+@pytest.mark.full
+def test_offload_example_fails_without_offload(run):
+    with pytest.raises(AssertionError):  # the process is killed, or says that it used more
+        run("offload.py", *OFFLOAD, "--offload=none")
+
+
 def test_every_example_is_run_here():
     tested = Path(__file__).read_text()
     scripts = {file.relative_to(EXAMPLES).as_posix() for file in EXAMPLES.rglob("*.py")}
