@@ -33,18 +33,21 @@ DSL_INLINE void store_raw(void* base, std::size_t i, T value) {
 }
 
 struct Float32 {
+  static constexpr std::size_t kSize = 4;
   using Acc = float;
   static DSL_INLINE float load(const void* p, std::size_t i) { return load_raw<float>(p, i); }
   static DSL_INLINE void store(void* p, std::size_t i, float x) { store_raw(p, i, x); }
 };
 
 struct Float64 {
+  static constexpr std::size_t kSize = 8;
   using Acc = double;
   static DSL_INLINE double load(const void* p, std::size_t i) { return load_raw<double>(p, i); }
   static DSL_INLINE void store(void* p, std::size_t i, double x) { store_raw(p, i, x); }
 };
 
 struct BFloat16 {
+  static constexpr std::size_t kSize = 2;
   using Acc = float;
   static DSL_INLINE float load(const void* p, std::size_t i) {
     return bit_cast<float>(static_cast<std::uint32_t>(load_raw<std::uint16_t>(p, i)) << 16);
@@ -59,6 +62,7 @@ struct BFloat16 {
 
 // After M. Dukhan's FP16 library (MIT): https://github.com/Maratyszcza/FP16.
 struct Float16 {
+  static constexpr std::size_t kSize = 2;
   using Acc = float;
   static DSL_INLINE float load(const void* p, std::size_t i) {
     const std::uint32_t w = static_cast<std::uint32_t>(load_raw<std::uint16_t>(p, i)) << 16;

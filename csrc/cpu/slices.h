@@ -1,6 +1,7 @@
 // Lists of flat tensors on which one call of an optimizer works, and the walk over them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -42,6 +43,21 @@ struct NoCopy {
   static DSL_INLINE void store(void*, std::size_t, float) {}
 };
 
+// [Note: prefetching for 16-bit moments] Streams of elements of several sizes confuse the
+// hardware's prefetcher: asking for each block two blocks ahead makes steps with bf16 moments some
+// 10 % faster. With fp32 moments it makes them slower by as much, so there the hardware is left
+// alone.
+constexpr std::size_t kBlock = 256;
+constexpr std::size_t kAhead = 2 * kBlock;
+
+template <typename T>
+DSL_INLINE void prefetch(const void* base, std::size_t i) {
+  // Each line once: `i` goes by 16 elements, which are a line of 4 bytes or half a line of 2 bytes.
+  if (T::kSize == 4 || i % 32 == 0) {
+    __builtin_prefetch(static_cast<const char*>(base) + i * T::kSize);
+  }
+}
+
 // [Note: one pass per element] All that an element needs is read once, its new values are written
 // once: the gradient is widened and scaled, moments are widened and narrowed and the 16-bit copy is
 // rounded in registers. One loop per combination of dtypes is the price.
@@ -55,18 +71,31 @@ struct Update {
     void* const first = part.first;
     void* const second = part.second;
     void* const copy = part.copy;
+    constexpr bool kPrefetch = Rule::kMoments > 0 && Moment::kSize == 2;
+    const std::size_t block = kPrefetch ? kBlock : numel;
+    for (std::size_t begin = 0; begin < numel; begin += block) {
+      const std::size_t end = std::min(numel, begin + block);
+      if (kPrefetch && numel - begin >= kAhead + kBlock) {
+        for (std::size_t i = begin + kAhead; i < begin + kAhead + kBlock; i += 16) {
+          prefetch<Float32>(param, i);
+          prefetch<Grad>(grad, i);
+          prefetch<Moment>(first, i);
+          if constexpr (Rule::kMoments > 1) prefetch<Moment>(second, i);
+        }
+      }
 #pragma GCC ivdep
-    for (std::size_t i = 0; i < numel; ++i) {
-      float p = Float32::load(param, i);
-      float m = 0.0f;
-      float v = 0.0f;
-      if constexpr (Rule::kMoments > 0) m = Moment::load(first, i);
-      if constexpr (Rule::kMoments > 1) v = Moment::load(second, i);
-      rule.step(p, Grad::load(grad, i) * rule.grad_scale, m, v);
-      if constexpr (Rule::kMoments > 0) Moment::store(first, i, m);
-      if constexpr (Rule::kMoments > 1) Moment::store(second, i, v);
-      Float32::store(param, i, p);
-      Copy::store(copy, i, p);
+      for (std::size_t i = begin; i < end; ++i) {
+        float p = Float32::load(param, i);
+        float m = 0.0f;
+        float v = 0.0f;
+        if constexpr (Rule::kMoments > 0) m = Moment::load(first, i);
+        if constexpr (Rule::kMoments > 1) v = Moment::load(second, i);
+        rule.step(p, Grad::load(grad, i) * rule.grad_scale, m, v);
+        if constexpr (Rule::kMoments > 0) Moment::store(first, i, m);
+        if constexpr (Rule::kMoments > 1) Moment::store(second, i, v);
+        Float32::store(param, i, p);
+        Copy::store(copy, i, p);
+      }
     }
   }
 };

@@ -162,6 +162,7 @@ AS_JSON = {**DECAY, "betas": [0.8, 0.99]}
         ({"type": "AdamW", "params": {**AS_JSON, "lr": "1e-2", "eps": "1e-6"}}, "AdamW", DECAY),
         ({"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}, "SGD", {"lr": 0.02, "momentum": 0.9}),
         ({"type": "Adagrad", "params": {"lr": 0.05}}, "Adagrad", {"lr": 0.05}),
+        ({"type": "CPUAdam", "params": {**AS_JSON, "adam_w_mode": False}}, "Adam", DECAY),
         ({"type": "RMSprop", "params": {"lr": 0.01, "alpha": 0.9}}, "RMSprop", {"lr": 0.01, "alpha": 0.9}),
         ({"type": "NAdam", "params": {"lr": 0.01}}, "NAdam", {"lr": 0.01}),
     ],

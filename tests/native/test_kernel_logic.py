@@ -1,4 +1,4 @@
-"""The CUDA kernels' indices and arithmetic run on the host: `csrc/tests`, under sanitizers."""
+"""The CUDA kernels' indices and arithmetic run on the host: `csrc/tests/kernels`, under sanitizers."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 @needs_compiler
 @pytest.mark.parametrize("name", ["optim", "quantize", "signs"])
 def test_kernels_emulated_on_the_host_equal_fp64(name, tmp_path):
-    source = ROOT / "csrc" / "tests" / f"test_{name}.cpp"
+    source = ROOT / "csrc" / "tests" / "kernels" / f"{name}.cpp"
     program = tmp_path / name
     command = ["c++", "-std=c++17", "-O0", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
     command += [*_sanitizers(tmp_path), "-o", str(program), str(source)]

@@ -1,7 +1,7 @@
 // The engines of file I/O without Python, to be run under sanitizers:
 //
 //     cmake -S csrc -B build-asan -G Ninja -DDS_LIGHTNING_SANITIZE=address,undefined
-//     cmake --build build-asan --target aio_test && build-asan/aio_test FOLDER
+//     cmake --build build-asan --target aio_tests && build-asan/aio_tests FOLDER
 //
 // and likewise with -DDS_LIGHTNING_SANITIZE=thread. It ends with status 0 if all bytes are right.
 #include <fcntl.h>

@@ -1,5 +1,6 @@
 // The kernels of sign packing, byte by byte, against one sign after the other.
-#include "../cuda/signs.h"
+#include "../../cuda/signs.h"
+
 #include "check.h"
 
 using namespace dsl::cuda;

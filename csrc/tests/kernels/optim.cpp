@@ -1,6 +1,6 @@
 // The optimizers' kernels, block by block and thread by thread, against the formulas in fp64.
-#include "../cuda/optim_rules.h"
-#include "../cuda/optim_table.h"
+#include "../../cuda/optim_rules.h"
+#include "../../cuda/optim_table.h"
 #include "check.h"
 
 using namespace dsl::cuda;

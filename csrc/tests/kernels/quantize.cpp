@@ -1,5 +1,6 @@
 // The kernels of quantization, block by block and thread by thread, against fp64.
-#include "../cuda/quantize.h"
+#include "../../cuda/quantize.h"
+
 #include "check.h"
 
 using namespace dsl::cuda;
