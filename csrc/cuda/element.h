@@ -2,9 +2,9 @@
 //
 // [Note: kernels that also run on the host]
 // What a kernel does with its indices and numbers is written as functions for both sides, given the
-// number of the thread; a kernel only calls them. csrc/tests/kernels loops over blocks and threads on the
-// CPU and runs the very same code there. What only a GPU has (shuffles, barriers, launches) stays
-// in the .cu files and is kept small.
+// number of the thread; a kernel only calls them. csrc/tests/kernels loops over blocks and threads
+// on the CPU and runs the very same code there. What only a GPU has (shuffles, barriers, launches)
+// stays in the .cu files and is kept small.
 #pragma once
 
 #include <cstddef>
