@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 from ds_lightning.activation.run import ActivationRun
 from ds_lightning.checkpointing import Checkpointing, tell
 from ds_lightning.children import end_children
-from ds_lightning.comm.agreement import Agreement
+from ds_lightning.comm.agreement import agreed
 from ds_lightning.config import Facts, ResolvedConfig, load, resolve
 from ds_lightning.config.arguments import with_offload
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.resolve import try_resolve
 from ds_lightning.errors import ConfigError, TopologyError
 from ds_lightning.offload.policy import OffloadPolicy
-from ds_lightning.offload.shelf import Shelf, shelf_for
+from ds_lightning.offload.shelf import shelf_for
 from ds_lightning.optim.from_config import build_optimizer
-from ds_lightning.precision.loss_scale import LossScaleOptions
+from ds_lightning.precision.choice import zero_precision
 from ds_lightning.precision.plugin import ZeroPrecision
 from ds_lightning.refusals import refuse_callbacks, refuse_ddp_options
 from ds_lightning.topology import Topology
@@ -175,7 +175,7 @@ class ZeroStrategy(Checkpointing):
     def precision_plugin(self) -> Precision:
         """The precision; always the same object once it is known."""
         if self._precision_plugin is None:
-            self._precision_plugin = self._to_zero_precision(Precision())
+            self._precision_plugin = zero_precision(Precision(), self._parsed)
         plugin: Precision = self._precision_plugin
         return plugin
 
@@ -183,50 +183,7 @@ class ZeroStrategy(Checkpointing):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # Lightning's connector makes its own plugins from the Trainer's flag and cannot be taught ours, so whatever it
         # assigns is converted here.
-        self._precision_plugin = None if plugin is None else self._to_zero_precision(plugin)
-
-    def _to_zero_precision(self, plugin: Precision) -> Precision:
-        fp16, bf16 = self._parsed.config.fp16, self._parsed.config.bf16
-        if isinstance(plugin, ZeroPrecision):
-            self._check_precision(plugin.precision)
-            names = {f"fp16.{name}" for name in LossScaleOptions.__dataclass_fields__}
-            plugin.complete(
-                LossScaleOptions.from_block(fp16) if names & self._parsed.given else None,
-                cast_inputs=fp16.auto_cast is True,
-                check_grad_overflow=bf16.check_grad_overflow is True,
-            )
-            return plugin
-        converted = ZeroPrecision.from_lightning(plugin)
-        if not isinstance(converted, ZeroPrecision):
-            return converted
-        wanted = self._parsed.precision()
-        name = converted.precision
-        if name == "32-true" and wanted is not None:
-            name = wanted  # Lightning's default cannot be told from an explicit 32-true
-        device = getattr(plugin, "device", None)
-        self._check_precision(name, device)
-        return ZeroPrecision(
-            name,
-            fp16=LossScaleOptions.from_block(fp16),
-            cast_inputs=fp16.auto_cast is True and name == "16-mixed",
-            check_grad_overflow=bf16.check_grad_overflow is True and name.startswith("bf16"),
-            device=device,
-        )
-
-    def _check_precision(self, name: str, device: str | None = None) -> None:
-        wanted = self._parsed.precision()
-        if wanted == "16-mixed" and name == "bf16-mixed" and device == "cpu":
-            raise ConfigError(
-                "The configuration has fp16.enabled, but on CPUs Lightning turns Trainer(precision='16-mixed') into "
-                "'bf16-mixed'. Leave precision out: the configuration's holds; or pass "
-                "plugins=[ds_lightning.ZeroPrecision('16-mixed')]."
-            )
-        if wanted is not None and name != wanted:
-            block = "fp16" if wanted == "16-mixed" else "bf16"
-            raise ConfigError(
-                f"The configuration has {block}.enabled, which is precision={wanted!r}, but the Trainer asks for "
-                f"{name!r}. Pass Trainer(precision={wanted!r}), or drop {block} from the configuration."
-            )
+        self._precision_plugin = None if plugin is None else zero_precision(plugin, self._parsed)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -436,23 +393,11 @@ class ZeroStrategy(Checkpointing):
             return
         assert self.lightning_module is not None
         if self._construction is None and self._shards_parameters:
-            self._construction = ShardedConstruction(self.lightning_module, self._topology, tell, self._shelf())
+            policy = OffloadPolicy.from_config(self.config)
+            shelf = agreed(lambda: shelf_for(policy), self._topology)
+            self._construction = ShardedConstruction(self.lightning_module, self._topology, tell, shelf)
         with constructing(self._topology, self._construction):
             yield
-
-    def _shelf(self) -> Shelf:
-        """Where parts are kept during construction. Collective: a folder that one rank cannot use is told by all."""
-        assert self._topology is not None
-        shelf, problem = None, None
-        try:
-            shelf = shelf_for(OffloadPolicy.from_config(self.config))
-        except ConfigError as error:
-            problem = str(error)
-        for rank, other in enumerate(Agreement(self._topology).everyone(problem)):
-            if other is not None:
-                raise ConfigError(f"rank {rank}: {other}")
-        assert shelf is not None
-        return shelf
 
     # Loop -----------------------------------------------------------------------------------------------------------
 

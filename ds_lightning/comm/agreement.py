@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ds_lightning.comm.collectives import Pending
-from ds_lightning.errors import TopologyError
+from ds_lightning.errors import ConfigError, TopologyError
 from ds_lightning.topology import Topology
+
+_T = TypeVar("_T")
 
 RENDEZVOUS_SECONDS = 15.0
 """How long a call that every rank must make waits for the others before it is an error."""
@@ -109,3 +111,24 @@ class Agreement:
                 f"rank {topology.rank}: {what} needs every rank, but not all of them arrived within "
                 f"{bound.total_seconds():g} s. {advice} ({error})"
             ) from error
+
+
+def agreed(make: Callable[[], _T], topology: Topology) -> _T:
+    """What `make` gives on this rank, if it gives something on all of them. Collective.
+
+    Args:
+        make: may raise a `ConfigError` on one rank alone: a disk that is full, a folder that is missing.
+        topology: ranks and groups.
+
+    Raises:
+        ConfigError: on every rank, where it was raised on any.
+    """
+    made, problem = None, None
+    try:
+        made = make()
+    except ConfigError as error:
+        problem = str(error)
+    for rank, other in enumerate(Agreement(topology).everyone(problem)):
+        if other is not None:
+            raise ConfigError(f"rank {rank}: {other}" if topology.world_size > 1 else other)
+    return cast("_T", made)

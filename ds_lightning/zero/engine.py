@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_lightning.comm.agreement import Agreement
+from ds_lightning.comm.agreement import Agreement, agreed
 from ds_lightning.comm.collectives import Collectives, Pending
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import ConfigError, ReleasedParameterError
@@ -197,19 +197,14 @@ class ZeroEngine:
 
     def _admit(self, units: Sequence[Unit]) -> Mapping[int, UnitHome]:
         """Homes for new units. Collective: a disk that is too small on one rank is an error on all."""
-        if self.homes is None:
+        homes = self.homes
+        if homes is None:
             return {}
-        made: Mapping[int, UnitHome] = {}
-        problem = None
         try:
-            made = self.homes.admit(units, self._element_states)
-        except ConfigError as error:
-            problem = str(error)
-        for rank, other in enumerate(self.agreement.everyone(problem)):
-            if other is not None:
-                self.homes.close()
-                raise ConfigError(f"rank {rank}: {other}")
-        return made
+            return agreed(lambda: homes.admit(units, self._element_states), self.topology)
+        except ConfigError:
+            homes.close()
+            raise
 
     def _element_states(self, unit: Unit) -> dict[str, torch.dtype]:
         """Optimizer states of a unit with one value per element."""

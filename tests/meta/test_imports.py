@@ -32,6 +32,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("zero.engine",),
     ("zero.access", "zero.init", "optim.ema"),
     ("activation", "attention", "data", "precision.plugin"),
+    ("precision.choice",),
     ("checkpoint",),
     ("profile",),
     ("tune", "launch"),
@@ -49,6 +50,7 @@ RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
 # Below the strategy only these speak to Lightning; the engine also runs in a bare torch loop.
 KNOWS_LIGHTNING = (
+    "precision.choice",
     "precision.plugin",
     "checkpointing",
     "checkpoint.data_position",
