@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -264,7 +263,6 @@ class ZeroStrategy(Checkpointing):
         if fitting:
             self._saver.open()
             self._hold_schedulers()
-            _optimizers_to_device([o for o in self.optimizers if self.root_device.type != "cpu"], self.root_device)
 
     def _adopt(self, module: pl.LightningModule) -> None:
         """A module that another strategy object sharded becomes a plain one first."""

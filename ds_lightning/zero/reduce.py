@@ -75,6 +75,7 @@ class UnitGradients:
         self.all_pieces = unit.pieces(0, unit.numel)
         self.owned_pieces = unit.pieces(*buffers.owned)
         self.grad: torch.Tensor | None = None
+        self._landing: torch.Tensor | None = None  # between `open` and `close`
         self.on_disk = self.home.gradient(self.owned_pieces) if self.home is not None else None
         self.valid = False
         self.present = [False] * len(unit.slots)
@@ -176,31 +177,33 @@ class UnitGradients:
 
     def open(self, accumulate: bool) -> torch.Tensor:
         """Where this rank's chunk of a reduced gradient is to be put, or added to what is there; then `close`."""
+        home = self._landing = self.on_disk.open(accumulate) if self.on_disk is not None else self._own()
+        if not self.away:
+            return home
+        # Reductions add on the device that computes; what lives on the host visits it.
+        visiting = torch.empty_like(home, device=self.buffers.full.device)
+        return visiting.copy_(home, non_blocking=True) if accumulate else visiting
+
+    def close(self, values: torch.Tensor) -> None:
+        """What `open` gave holds the gradient."""
+        assert self._landing is not None
+        home, self._landing = self._landing, None
+        if self.away:
+            home.copy_(values, non_blocking=self.on_disk is None)
         if self.on_disk is not None:
-            return self.on_disk.open(accumulate)
-        device = self.buffers.full.device
+            self.on_disk.close(home)
+
+    def _own(self) -> torch.Tensor:
+        """This rank's chunk of the reduced gradient in memory, which is allocated once."""
         if self.grad is None:
             numel = self.unit.numel if self.whole else self.unit.chunk
             if self.home is not None:
                 self.grad = self.home.tensor(numel, self.unit.master_dtype)
             else:
                 with torch.inference_mode(False):
-                    self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=device)
+                    self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
         start, stop = self.buffers.owned
-        own = self.grad[start:stop] if self.whole else self.grad
-        if not self.away:
-            return own
-        # Reductions add on the device that computes; what lives on the host visits it.
-        visiting = torch.empty_like(own, device=device)
-        return visiting.copy_(own, non_blocking=True) if accumulate else visiting
-
-    def close(self, values: torch.Tensor) -> None:
-        """What `open` gave holds the gradient."""
-        if self.on_disk is not None:
-            self.on_disk.close(values)
-        elif self.away:
-            assert self.grad is not None
-            self.grad.copy_(values, non_blocking=True)
+        return self.grad[start:stop] if self.whole else self.grad
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Reduced gradient of elements `[start, stop)` of the unit that are on this rank, not to be changed."""
