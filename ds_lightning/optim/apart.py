@@ -21,7 +21,7 @@ from ds_lightning.ops.aio import Transfer
 from ds_lightning.optim.elementwise import plain_step
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sharded import Run, ShardedOptimizer
-from ds_lightning.zero.reduce import UnitGradients
+from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.residency import ResidencyManager
 
 

@@ -22,8 +22,8 @@ from ds_lightning.layout.flat import ALIGNMENT, Piece
 from ds_lightning.offload.stored import Values
 from ds_lightning.optim.gradients import OnDisk, ReducedGradients
 from ds_lightning.optim.unit_states import Elements, UnitState
+from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.logical import flat_range
-from ds_lightning.zero.reduce import UnitGradients
 from ds_lightning.zero.table import ParameterTable
 
 GROUPS = 1 << 16

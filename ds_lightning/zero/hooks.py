@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_lightning.zero.reduce import UnitGradients
+from ds_lightning.zero.gradients import UnitGradients
 
 
 class PassListener(Protocol):

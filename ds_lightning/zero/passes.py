@@ -14,10 +14,11 @@ from ds_lightning.comm.agreement import Agreement
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.zero.broadcast import BufferSync
 from ds_lightning.zero.buffers import UnitBuffers
+from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.hooks import tensors_in, tensors_kept
 from ds_lightning.zero.options import EngineOptions
 from ds_lightning.zero.prefetch import GatherOrder
-from ds_lightning.zero.reduce import GradientReducer, UnitGradients
+from ds_lightning.zero.reduce import GradientReducer
 from ds_lightning.zero.residency import Residency, ResidencyManager
 from ds_lightning.zero.uneven import UnevenEvaluation
 

@@ -1,0 +1,201 @@
+"""The gradients of one unit on one rank, from the hooks of its parameters to its reduced shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_lightning.zero.buffers import UnitBuffers
+from ds_lightning.zero.plan import StagePlan
+
+
+class UnitGradients:
+    """The gradients of one unit on this rank, from the hooks of its parameters to its reduced shard.
+
+    Attributes:
+        grad: reduced gradient in the master's dtype, `[chunk]`, or `[unit.numel]` at stage 0; None before the first,
+            and where gradients live on disk.
+        on_disk: the reduced gradient, where it lives on disk.
+        valid: whether `grad` holds anything since it was last zeroed.
+        present: per slot, whether any rank had a gradient since it was last zeroed.
+    """
+
+    def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None) -> None:
+        unit = buffers.unit
+        self.buffers = buffers
+        self.home = buffers.home
+        self.unit = unit
+        self.parameters = buffers.parameters
+        self.dtype = dtype or unit.dtype
+        self.whole = not plan.shard_optimizer
+        # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
+        self.exposes = self.whole and unit.dtype == unit.master_dtype
+        self.all_pieces = unit.pieces(0, unit.numel)
+        self.owned_pieces = unit.pieces(*buffers.owned)
+        self.grad: torch.Tensor | None = None
+        self._landing: torch.Tensor | None = None  # between `open` and `close`
+        self.on_disk = self.home.gradient(self.owned_pieces) if self.home is not None else None
+        self.valid = False
+        self.present = [False] * len(unit.slots)
+        self.arrived = bytearray(len(unit.slots))  # in this backward
+        self.local: torch.Tensor | None = None  # fp32 sum of the micro-batches of a window that is not communicated
+        self.ready = 0
+        self.expected = 0
+        self.complete = False
+        self.launched = 0
+        self.landed = 0
+        templates: list[torch.Tensor] = []
+        self._slots: list[tuple[int, int]] = []  # (slot, its place among the views)
+        self._holes: list[int] = []
+        holes = dict(unit.holes())
+        for index, (slot, view) in enumerate(zip(unit.slots, buffers.views, strict=True)):
+            if slot.numel:
+                self._slots.append((index, len(templates)))
+                templates.append(view.detach())
+            if slot.stop in holes:  # once, where several slots without elements lie at the same place
+                self._holes.append(len(templates))
+                templates.append(torch.empty(holes.pop(slot.stop) - slot.stop))
+        self._templates = templates
+
+    def reset(self) -> None:
+        """A backward is over."""
+        self.ready = self.expected = self.launched = self.landed = 0
+        self.complete = False
+        self.arrived = bytearray(len(self.unit.slots))
+
+    @property
+    def away(self) -> bool:
+        """Whether reduced gradients live in another memory than the device's."""
+        return self.home is not None and self.home.away
+
+    @property
+    def complete_set(self) -> bool:
+        """Whether every parameter of the unit has a gradient."""
+        return self.valid and all(self.present)
+
+    def pending(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return self.local is not None or any(parameter.grad is not None for parameter in self.parameters)
+
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        views: Sequence[torch.Tensor] = torch._C._nn.unflatten_dense_tensors(flat, self._templates)
+        return views
+
+    def flatten(self, flat: torch.Tensor) -> None:
+        """Move all gradients into `flat` (`[unit.numel]`, any dtype), zeros where there are none."""
+        views = self._views(flat)
+        targets, sources = [], []
+        empty = [views[place] for place in self._holes]
+        base = self.local
+        self.local = None
+        for index, place in self._slots:
+            gradient = self.parameters[index].grad
+            if gradient is None:
+                if base is None:
+                    empty.append(views[place])
+                continue
+            self.arrived[index] = 1
+            targets.append(views[place])
+            sources.append(gradient)
+        if base is not None:
+            if targets:
+                torch._foreach_add_([self._views(base)[p] for i, p in self._slots if self.arrived[i]], sources)
+            flat.copy_(base)
+        else:
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            if empty:
+                torch._foreach_zero_(empty)
+        for index, slot in enumerate(self.unit.slots):
+            if not slot.numel and self.parameters[index].grad is not None:
+                self.arrived[index] = 1
+        self._drop()
+
+    def fold(self) -> None:
+        """Add 16-bit gradients of a micro-batch that is not communicated to their fp32 sum."""
+        if self.unit.dtype == self.unit.master_dtype or not self.pending():
+            return
+        if self.local is None:
+            self.local = torch.zeros(self.unit.numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
+        views = self._views(self.local)
+        targets, sources = [], []
+        for index, place in self._slots:
+            gradient = self.parameters[index].grad
+            if gradient is not None:
+                self.present[index] = True
+                targets.append(views[place])
+                sources.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, sources)
+        self._drop()
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def open(self, accumulate: bool) -> torch.Tensor:
+        """Where this rank's chunk of a reduced gradient is to be put, or added to what is there; then `close`."""
+        home = self._landing = self.on_disk.open(accumulate) if self.on_disk is not None else self._own()
+        if not self.away:
+            return home
+        # Reductions add on the device that computes; what lives on the host visits it.
+        visiting = torch.empty_like(home, device=self.buffers.full.device)
+        return visiting.copy_(home, non_blocking=True) if accumulate else visiting
+
+    def close(self, values: torch.Tensor) -> None:
+        """What `open` gave holds the gradient."""
+        assert self._landing is not None
+        home, self._landing = self._landing, None
+        if self.away:
+            home.copy_(values, non_blocking=self.on_disk is None)
+        if self.on_disk is not None:
+            self.on_disk.close(home)
+
+    def _own(self) -> torch.Tensor:
+        """This rank's chunk of the reduced gradient in memory, which is allocated once."""
+        if self.grad is None:
+            numel = self.unit.numel if self.whole else self.unit.chunk
+            if self.home is not None:
+                self.grad = self.home.tensor(numel, self.unit.master_dtype)
+            else:
+                with torch.inference_mode(False):
+                    self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
+        start, stop = self.buffers.owned
+        return self.grad[start:stop] if self.whole else self.grad
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Reduced gradient of elements `[start, stop)` of the unit that are on this rank, not to be changed."""
+        if self.on_disk is not None:
+            return self.on_disk.read(start, stop)
+        assert self.grad is not None
+        offset = 0 if self.whole else self.buffers.owned[0]
+        return self.grad[start - offset : stop - offset]
+
+    def expose(self) -> None:
+        """Show the averaged gradient in `p.grad` (stage 0)."""
+        assert self.grad is not None
+        for slot, parameter, present in zip(self.unit.slots, self.parameters, self.present, strict=True):
+            if present:
+                parameter.grad = self.grad[slot.start : slot.stop].view(slot.shape)
+
+    def zero(self, groups: range) -> None:
+        """Forget the gradients of these parameter groups."""
+        kept = [slot.group not in groups for slot in self.unit.slots]
+        self.present = [present and keep for present, keep in zip(self.present, kept, strict=True)]
+        if not any(kept):
+            self.valid = False
+            self.local = None
+            return
+        if self.on_disk is not None and self.valid:
+            self.on_disk.zero(groups)
+        for slot, keep in zip(self.unit.slots, kept, strict=True):
+            if keep:
+                continue
+            if self.local is not None:
+                self.local[slot.start : slot.stop].zero_()
+            if self.grad is not None and self.valid:
+                offset = 0 if self.whole else self.buffers.owned[0]
+                start, stop = max(slot.start - offset, 0), min(slot.stop - offset, self.grad.numel())
+                if stop > start:
+                    self.grad[start:stop].zero_()
