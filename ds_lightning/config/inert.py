@@ -5,6 +5,28 @@ from __future__ import annotations
 from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.base import Block, rules
 
+_ON_DISK = {
+    "aio": frozenset({"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events"}),
+    "zero_optimization.offload_optimizer": frozenset(
+        {"nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"}
+    ),
+    "zero_optimization.offload_param": frozenset({"nvme_path", "buffer_count", "buffer_size", "max_in_cpu"}),
+}
+"""Keys that act on swap files alone, by block."""
+
+
+def _on_disk(path: str, config: DeepSpeedConfig) -> bool:
+    """Whether the swap files on which a key acts are used, or it acts on others as well."""
+    block, _, name = path.rpartition(".")
+    if name not in _ON_DISK[block]:
+        return True
+    zero = config.zero_optimization
+    devices = {"offload_optimizer": zero.offload_optimizer.device, "offload_param": zero.offload_param.device}
+    own = devices.get(block.rpartition(".")[2])
+    if own == "none":
+        return True  # the block is off, which is told otherwise
+    return "nvme" in (devices.values() if own is None else (own,))
+
 
 def inert_reason(path: str, config: DeepSpeedConfig, stage: int, autos: frozenset[str] = frozenset()) -> str | None:
     """The reason, or None when the key matters.
@@ -13,6 +35,8 @@ def inert_reason(path: str, config: DeepSpeedConfig, stage: int, autos: frozense
     """
     block: Block = config
     names = path.split(".")
+    if path.rpartition(".")[0] in _ON_DISK and not _on_disk(path, config):
+        return "inert without NVMe offload"
     for depth, name in enumerate(names):
         rule = rules(type(block)).get(name)
         if rule is None:

@@ -219,6 +219,13 @@ def _notes_of(parsed: ParsedConfig, config: DeepSpeedConfig) -> Iterator[str]:
             yield f"{entry.key}: {entry.remark}"
     for reason, keys in inert.items():
         yield f"{reason}: {', '.join(keys)}"
+    optimizer, param = config.zero_optimization.offload_optimizer.device, config.zero_optimization.offload_param.device
+    if param != "none" and optimizer != "nvme" and (param, optimizer) != ("cpu", "cpu"):
+        where = "on the device" if optimizer == "none" else "in host memory"
+        yield (
+            f"zero_optimization.offload_param.device={param} moves frozen parameters alone: those that are trained have "
+            f"no shards besides their master weights, which offload_optimizer.device={optimizer} keeps {where}"
+        )
 
 
 def _inert(entry: Entry, parsed: ParsedConfig, config: DeepSpeedConfig) -> str | None:

@@ -91,6 +91,29 @@ def test_compressed_optimizers_do_not_go_with_sharding(kind, number):
         resolve(load(data), Facts(stage=number))
 
 
+OFFLOADS = [
+    ("none", "cpu", "offload_param.device=cpu moves frozen parameters alone"),
+    ("cpu", "nvme", "offload_param.device=nvme moves frozen parameters alone"),
+    ("cpu", "cpu", "inert without NVMe offload: zero_optimization.offload_optimizer.nvme_path"),
+    ("nvme", "nvme", None),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "param", "said"), OFFLOADS)
+def test_what_offload_does_not_do_is_said(optimizer, param, said):
+    blocks = {
+        "offload_optimizer": {"device": optimizer, "nvme_path": "x"},
+        "offload_param": {"device": param, "nvme_path": "x"},
+    }
+    if optimizer != "none":
+        blocks["offload_optimizer"]["buffer_count"] = 5
+    notes = " ".join(resolve(load({**stage(3, **blocks), "aio": {"queue_depth": 16}}), Facts()).notes)
+    if said is None:
+        assert "offload" not in notes
+    else:
+        assert said in notes
+
+
 def test_stage_checks_wait_for_the_stage():
     parsed = load({"zero_optimization": {"offload_param": {"device": "cpu"}}})
     with pytest.raises(ConfigError, match=r"cpu needs stage 3: .* at stage 2"):
