@@ -223,7 +223,7 @@ def _notes_of(parsed: ParsedConfig, config: DeepSpeedConfig) -> Iterator[str]:
     if param != "none" and optimizer != "nvme" and (param, optimizer) != ("cpu", "cpu"):
         where = "on the device" if optimizer == "none" else "in host memory"
         yield (
-            f"zero_optimization.offload_param.device={param} moves frozen parameters alone: those that are trained have "
+            f"zero_optimization.offload_param.device={param} moves frozen parameters alone: trained ones have "
             f"no shards besides their master weights, which offload_optimizer.device={optimizer} keeps {where}"
         )
 
