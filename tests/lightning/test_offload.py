@@ -256,6 +256,11 @@ def test_a_disk_that_is_too_small_is_told_before_training(small_disk):
     assert is_empty(small_disk)  # what was reserved before it was full is given back
 
 
+def test_a_disk_that_cannot_be_written_is_told_before_training(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    run_ranks(fail_to_set_up, 2, str(small_disk), "Read-only file system.*Set nvme_path")
+
+
 def truncate(folder):
     """Someone shortens a swap file between two steps."""
 

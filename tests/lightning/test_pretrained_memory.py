@@ -12,7 +12,7 @@ import ds_lightning as dsl
 from ds_lightning.checkpoint.sharded import ShardedWrite
 from ds_lightning.checkpoint.snapshot import Snapshot
 from ds_lightning.topology import Topology
-from tests.lightning.runs import full_weights, trainer
+from tests.lightning.runs import SHARD_EVERYTHING, full_weights, trainer
 from tests.lightning.test_checkpoint_memory import SLACK, UNIT, WIDTH, Peak
 from tests.pool import fresh_ranks, run_ranks
 from tests.unit.test_pretrained import index
@@ -74,17 +74,17 @@ def sources(tmp_path_factory):
     return folder
 
 
-def start(folder):
+def start(folder, zero=None):
     """Growth until the model is set up, for each source; the first run imports what runs need."""
     grown = {}
     for name in ("shards", "sharded.ckpt", "full.ckpt", "shards"):
-        run = trainer(3, steps=0)
+        run = trainer(3, steps=0, zero=zero or {})
         model = Wide(f"{folder}/{name}")
         with Peak() as peak:
             run.fit(model, DataLoader(torch.zeros(4, WIDTH)))
         grown[name] = peak.grown
         last = dsl.full_param(model.layers[LAYERS - 1].weight)
-        if dist.get_rank() == 1:
+        if dist.get_rank() == dist.get_world_size() - 1:
             expected = load_file(f"{folder}/shards/model-6.safetensors")
             assert torch.equal(last, expected[f"layers.{LAYERS - 1}.weight"])
         del run, model, last
@@ -97,6 +97,17 @@ def test_a_rank_holds_its_shard_and_a_few_units(sources):
         assert outcome.result is not None, outcome.error
         for name in ("sharded.ckpt", "full.ckpt", "shards"):
             assert outcome.result[name] < BOUND, (name, outcome.result[name] / 2**20)
+
+
+def test_with_offload_to_disk_one_rank_holds_a_few_units_of_the_whole_model(sources, tmp_path):
+    """Built on the disk, filled there, and laid out from there: a model may be larger than memory."""
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    blocks = {"offload_optimizer": offload, "offload_param": {**offload, "max_in_cpu": 0}}
+    zero = {"config": {"zero_optimization": {**SHARD_EVERYTHING["zero_optimization"], **blocks}}}
+    [outcome] = fresh_ranks(start, 1, str(sources), zero, timeout=120)
+    assert outcome.result is not None, outcome.error
+    grown = {name: outcome.result[name] for name in ("sharded.ckpt", "full.ckpt", "shards")}
+    assert max(grown.values()) < MODEL // 8 + SLACK, {name: value / 2**20 for name, value in grown.items()}
 
 
 def parts(path, sizes):
