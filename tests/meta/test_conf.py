@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ds_lightning.callbacks import EMA
 from ds_lightning.config import load
 from ds_lightning.config import schema as known
+from ds_lightning.config.arguments import with_offload
 from ds_lightning.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,26 @@ def test_offload_composes_with_a_stage_given_as_a_key(option):
     config = _ds_config("zero.stage=3", f"offload={option}", *path)
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_optimizer"]["device"] == option
+
+
+def test_one_folder_serves_both_kinds_of_swap_files():
+    config = _ds_config("offload=nvme", "offload.offload_optimizer.nvme_path=disk", "offload.offload_param.device=nvme")
+    zero = config["zero_optimization"]
+    assert zero["offload_param"] == {"device": "nvme", "nvme_path": "disk"}
+    assert zero["offload_optimizer"]["pipeline_read"] is True
+
+
+def test_a_variable_names_the_folder_of_swap_files(monkeypatch):
+    monkeypatch.setenv("DS_LIGHTNING_NVME_PATH", "/a")
+    zero = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "nvme_path": "/b"}}
+    found = with_offload({"zero_optimization": zero}, None, None, None)["zero_optimization"]
+    assert [found[key]["nvme_path"] for key in zero] == ["/a", "/b"]
+    found = with_offload({"zero_optimization": zero}, None, None, "/c")["zero_optimization"]
+    assert [found[key]["nvme_path"] for key in zero] == ["/c", "/c"]
+    plain = {"bf16": {"enabled": True}}
+    assert with_offload(plain, None, None, None) is plain
+    with pytest.raises(ConfigError, match="written out"):
+        with_offload({"zero_optimization": True}, "cpu", None, None)
 
 
 def test_a_wrong_value_is_refused_by_the_schema():
