@@ -153,7 +153,7 @@ def main() -> None:
             "stage": 3,
             "offload_optimizer": {"device": args.offload, "nvme_path": args.folder, "pipeline_read": True},
             "offload_param": {"device": args.offload, "nvme_path": args.folder, "max_in_cpu": 0, "buffer_count": 2},
-        }
+        },
     }
     memory = Resident()
     limit = args.limit * MIB
