@@ -2,7 +2,8 @@
 
 [Note: reading without mapping] A map of a file costs no memory of its own, but what has been read through it counts as
 the process's until the system wants it back. Whoever goes once through a checkpoint larger than memory reads ranges
-into buffers instead. torch tells where each storage begins when it loads to the device "meta".
+into buffers instead. torch tells where each storage begins when it loads to the device "meta"; torch 2.6 does not, and
+the file is mapped.
 """
 
 from __future__ import annotations

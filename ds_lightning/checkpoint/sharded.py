@@ -14,6 +14,7 @@ depends on the stage, the number of ranks or the precision.
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -21,6 +22,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -28,7 +30,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -47,6 +49,9 @@ LEAST_NOTED = 4096
 """Bytes of the smallest values whose place is noted."""
 TENSORS = "tensors"
 """Key in `meta.pt["ds_lightning"]`: for each tensor that was taken out, its path in the checkpoint and its name."""
+
+# torch 2.6: only the older name of `save` can be told that there is one rank.
+_save_alone = partial(save if "no_dist" in inspect.signature(save).parameters else save_state_dict, no_dist=True)
 
 Key = str | int
 Path_ = tuple[Key, ...]
@@ -129,12 +134,9 @@ class ShardedWrite:
             with warnings.catch_warnings() if alone else nullcontext():
                 if alone:  # torch warns of what it was told
                     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                save(
-                    _nested(tensors),
-                    storage_writer=_Writer(folder),
-                    process_group=self._ranks.data_group,
-                    no_dist=alone,
-                )
+                    warnings.filterwarnings("ignore", "`save_state_dict` is deprecated", FutureWarning)
+                write: Callable[..., Any] = _save_alone if alone else save
+                write(_nested(tensors), storage_writer=_Writer(folder), process_group=self._ranks.data_group)
         except CheckpointException as error:  # torch tells every rank of every rank's failure
             rank, (cause, _) = next(iter(error.failures.items()))
             return unwritten(self.target, RuntimeError(f"rank {rank}: {type(cause).__name__}: {cause}"))

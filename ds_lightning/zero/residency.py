@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import _unsafe_set_version_counter
+from torch._C import _autograd
 
 from ds_lightning.comm.collectives import Collectives, Pending
 from ds_lightning.zero.buffers import UnitBuffers
@@ -22,6 +22,17 @@ is safe]."""
 GATHER_TAG = 0
 """Message tags of gathers are multiples of `TAGS` plus this."""
 TAGS = 4
+
+_unsafe_set_version_counter: Any = _autograd._unsafe_set_version_counter
+try:
+    _unsafe_set_version_counter((), ())
+except TypeError:
+    # torch 2.6 sets one at a time.
+    def _set_versions(parameters: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
+        for parameter, version in zip(parameters, versions, strict=True):
+            _unsafe_set_version_counter(parameter, version)
+else:
+    _set_versions = _unsafe_set_version_counter
 
 
 class Residency(Enum):
@@ -142,7 +153,7 @@ class ResidencyManager:
         parameters = entry.buffers.parameters
         for parameter in parameters:
             parameter.__class__ = nn.Parameter
-        _unsafe_set_version_counter(tuple(parameters), entry.versions)
+        _set_versions(tuple(parameters), entry.versions)
         entry.state = Residency.FULL
 
     def prefetch(self, index: int) -> None:
@@ -263,7 +274,7 @@ class ResidencyManager:
     def _release(self, entry: UnitResidency) -> None:
         parameters = entry.buffers.parameters
         entry.versions = tuple(parameter._version for parameter in parameters)
-        _unsafe_set_version_counter(tuple(parameters), tuple(v + _RELEASED_VERSION for v in entry.versions))
+        _set_versions(tuple(parameters), tuple(v + _RELEASED_VERSION for v in entry.versions))
         entry.buffers.free()
         for parameter in parameters:
             parameter.__class__ = entry.released

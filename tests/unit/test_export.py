@@ -17,7 +17,7 @@ from ds_lightning.cli import main
 from ds_lightning.zero.logical import LogicalTensor
 from tests.lightning.runs import same
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -228,7 +228,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, ckpt, monkeypatch):
 def test_bare_weights_and_folders_of_others_are_read(tmp_path, ckpt, capsys):
     weights = {"a.weight": torch.randn(300, 700), "b": torch.arange(3)}
     torch.save(weights, tmp_path / "bare.pt")
-    dcp.save({"model": weights}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.save({"model": weights}, checkpoint_id=str(tmp_path / "dcp"))
     for name in ("bare.pt", "dcp"):
         assert export(tmp_path / name, tmp_path / f"{name}.safetensors") == 0
         assert same(load_file(tmp_path / f"{name}.safetensors"), weights) == []
@@ -237,6 +237,7 @@ def test_bare_weights_and_folders_of_others_are_read(tmp_path, ckpt, capsys):
 # How they are read --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 does not tell where storages are: it maps")
 def test_files_are_read_without_a_map_and_ties_stay_one_tensor(ckpt):
     content = ZeroCheckpointIO().load_lazily(ckpt)
     state = content["state_dict"]
@@ -264,7 +265,7 @@ def test_large_chunks_of_a_folder_are_read_in_parts(tmp_path, dim, monkeypatch):
     from ds_lightning.checkpoint import loading, stored
 
     values = torch.randn(1200, 600)
-    dcp.save({"model": {"w": values}}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.save({"model": {"w": values}}, checkpoint_id=str(tmp_path / "dcp"))
     monkeypatch.setattr(stored.StoredFolder, "_bytes", None)  # reads a whole chunk
     found = loading.load(tmp_path / "dcp", ZeroCheckpointIO().load_lazily, print)["state_dict"]["w"]
     assert torch.equal(found.flat(1000, 2500), values.reshape(-1)[1000:2500])
@@ -296,7 +297,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, kind):
                 {"state_dict": state, "optimizer_states": [{"state": {0: {"exp_avg": state["b"]}}}]}, tmp_path / name
             )
         else:
-            dcp.save({"model": state}, checkpoint_id=str(tmp_path / name), no_dist=True)
+            dcp.save({"model": state}, checkpoint_id=str(tmp_path / name))
     words = [str(tmp_path / "small"), str(tmp_path / "large"), ".safetensors", ".ckpt"]
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", MEMORY, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

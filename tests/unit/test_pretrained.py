@@ -109,7 +109,7 @@ def write(kind, folder, module):
         ShardedWrite({"state_dict": values}, folder / "a.ckpt", Snapshot(ranks), ranks, lambda: None).run()
         return folder / "a.ckpt"
     elif kind == "dcp":
-        dcp.save(values, checkpoint_id=folder / "dcp", no_dist=True)
+        dcp.save(values, checkpoint_id=folder / "dcp")
         return folder / "dcp"
     return folder
 
