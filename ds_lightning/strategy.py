@@ -239,6 +239,8 @@ class ZeroStrategy(Checkpointing):
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.model
         refuse_callbacks(trainer, self.config.zero_optimization.stage)
+        if self._engine is not None and self._engine.failed:
+            self._engine = None  # what it does not communicate any more begins anew
         if self._engine is None:
             self._adopt(module)
             if fitting and self._layer_sync is not None:

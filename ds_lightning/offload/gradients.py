@@ -45,6 +45,9 @@ class SwappedGradient:
 
     def open(self, accumulate: bool) -> torch.Tensor:
         """Room for the gradient, `[chunk]`, with what it is so far if more is to be added."""
+        if self._buffer is not None:  # a failure came before `close`
+            self._buffer = None
+            self._pool.lose()
         self._buffer = self._pool.take()
         values = self._buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
         if accumulate:

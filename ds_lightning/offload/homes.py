@@ -128,6 +128,8 @@ class UnitHome:
     def write(self, key: str, start: int, values: torch.Tensor) -> None:
         """Write elements of a region of the file, from element `start` of the chunk on."""
         assert self.swap is not None
+        if key == self._gathered:
+            self.forget_ahead()
         self.swap.write(key, start, values)
 
     @property
@@ -154,11 +156,16 @@ class UnitHome:
         assert self.swap is not None
         assert self._space is not None
         key, done = self._gathered, 0
-        ahead, self._ahead = self._ahead, []
-        for start, stop, buffer, transfers in ahead:
-            for transfer in transfers:
-                transfer.wait()
-            target[start:stop].copy_(buffer[: (stop - start) * target.itemsize].view(target.dtype))
+        while self._ahead:
+            start, stop, buffer, transfers = self._ahead.pop(0)
+            try:
+                for transfer in transfers:
+                    transfer.wait()
+                target[start:stop].copy_(buffer[: (stop - start) * target.itemsize].view(target.dtype))
+            except BaseException:
+                self._space.shards.lose()
+                self.forget_ahead()
+                raise
             self._space.shards.give(buffer)
             done = stop
         if done == target.numel():
@@ -288,6 +295,8 @@ class Homes:
         """Staging buffers as large as the units need them."""
         if self.space is None:
             return
+        for home in self._homes.values():
+            home.forget_ahead()
         layouts = [home.swap.layout for home in self._homes.values() if home.swap is not None]
         stepped = [layout for layout in layouts if GRADIENT in layout.regions]
         self.space.records.fit(max((layout.step_bytes for layout in stepped), default=0))

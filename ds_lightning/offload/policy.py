@@ -84,8 +84,8 @@ class OffloadPolicy:
         policy = cls(
             optimizer=Home(optimizer.device),
             param=Home(param.device),
-            optimizer_path=Path(optimizer.nvme_path) if optimizer.nvme_path else None,
-            param_path=Path(param.nvme_path) if param.nvme_path else None,
+            optimizer_path=Path(optimizer.nvme_path).expanduser() if optimizer.nvme_path else None,
+            param_path=Path(param.nvme_path).expanduser() if param.nvme_path else None,
             buffer_count=int(optimizer.buffer_count),
             pipeline_read=bool(optimizer.pipeline_read),
             pipeline_write=bool(optimizer.pipeline_write),

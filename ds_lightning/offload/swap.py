@@ -54,9 +54,8 @@ class BufferPool:
             self._made += 1
             return self._make(self._nbytes)
         assert self._busy, "more staging buffers taken than there are"
-        buffer, transfers = self._busy.popleft()
-        _wait(transfers)
-        return buffer
+        self._recycle()
+        return self._free.pop()
 
     def try_take(self) -> torch.Tensor | None:
         """A buffer if one is free without waiting."""
@@ -72,16 +71,26 @@ class BufferPool:
         else:
             self._free.append(buffer)
 
+    def lose(self) -> None:
+        """A failure leaves a buffer that was taken to whatever is still under way in it; another may take its place."""
+        self._made -= 1
+
     def _collect(self) -> None:
         while self._busy and all(transfer.done for transfer in self._busy[0][1]):
-            buffer, transfers = self._busy.popleft()
-            _wait(transfers)
-            self._free.append(buffer)
+            self._recycle()
+
+    def _recycle(self) -> None:
+        """The oldest buffer in use is free once its transfers are over, well or not: who needs the bytes is told."""
+        buffer, transfers = self._busy[0]
+        for transfer in transfers:
+            transfer.join()
+        self._busy.popleft()
+        self._free.append(buffer)
 
     def clear(self) -> None:
         """Wait for transfers and give the memory back."""
         while self._busy:
-            _wait(self._busy.popleft()[1])
+            self._recycle()
         self._free = []
         self._made = 0
 

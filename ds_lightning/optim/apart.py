@@ -61,14 +61,25 @@ class StepsApart:
         self._homes = homes
         self._residency = residency
 
-    def step(self, sharded: ShardedOptimizer, runs: Sequence[Run]) -> list[Pending]:
+    def step(self, sharded: ShardedOptimizer, runs: Sequence[Run], publishing: list[Pending]) -> None:
         """Step on `runs` and begin to publish their units. Collective; in a step of `sharded`.
 
-        Returns:
-            What is to be waited for before parameters are used.
+        Args:
+            sharded: the optimizer.
+            runs: what it steps on.
+            publishing: gets what is to be waited for before parameters are used, also where a step fails.
         """
-        pending: list[Pending] = []
         tiles = list(_tiles(runs))
+        try:
+            self._step_all(sharded, tiles, publishing)
+        except BaseException:
+            for tile in tiles:
+                if tile.buffer is not None:
+                    tile.buffer = None
+                    self._records.lose()
+            raise
+
+    def _step_all(self, sharded: ShardedOptimizer, tiles: Sequence[_Tile], publishing: list[Pending]) -> None:
         touched = set(sharded.touched_units())
         units = [g for g in sharded.units if g.home is not None and g.home.steps_apart and g.unit.index in touched]
         step = plain_step(sharded.optimizer)
@@ -86,9 +97,8 @@ class StepsApart:
                         for transfer in writes:
                             transfer.wait()
                     place += 1
-                pending += self._residency.publish(gradients.unit.index, copied=True)
+                publishing += self._residency.publish(gradients.unit.index, copied=True)
             sharded.show(sharded.near)
-        return pending
 
     @property
     def _records(self) -> BufferPool:
@@ -133,6 +143,7 @@ class StepsApart:
             self._forget(tile, sharded)
             raise
         self._records.give(tile.buffer, writes)
+        tile.buffer = None
         return writes
 
     def _copy_out(self, tile: _Tile, copied: bool) -> None:
@@ -205,13 +216,11 @@ class StepsApart:
 
     def _forget(self, tile: _Tile, sharded: ShardedOptimizer) -> None:
         """A step has failed: what is on disk holds."""
-        assert tile.buffer is not None
         for run in tile.runs:
             state = sharded.optimizer.state.get(run.parameter, {})
             for key in run.stored:
                 state.pop(key, None)
         self._let_go(tile)
-        self._records.give(tile.buffer)
 
 
 def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0) -> bool:

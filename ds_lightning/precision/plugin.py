@@ -245,7 +245,11 @@ class ZeroPrecision(Precision):
             engine.norms.step_begins(sharded)
             self.skipped_steps += 1
         else:
-            optimizer.step(**kwargs)
+            try:
+                optimizer.step(**kwargs)
+            except BaseException:
+                engine.give_up_step()  # who catches this may go on
+                raise
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow)
         return result

@@ -288,6 +288,10 @@ class ZeroEngine:
 
     def follow_groups(self) -> None:
         """Take in parameters that someone (a finetuning callback) has put into groups, or out of them. Collective."""
+        self.give_up_step()
+        publishing, self._publishing = self._publishing, []
+        for work in publishing:
+            work.wait()
         if self._signature != self._group_signature():
             if self.values.showing:
                 raise ConfigError("Parameters joined or left a group while the module shows other values (averages).")
@@ -407,7 +411,7 @@ class ZeroEngine:
         apart = sharded.swap_in()
         if self._apart is not None:
             self.residency.forget_expected()
-            self._publishing = self._apart.step(sharded, apart)
+            self._apart.step(sharded, apart, self._publishing)
         self._copied = prepare(sharded, sharded.near)
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
@@ -424,6 +428,12 @@ class ZeroEngine:
         for work in publishing:
             work.wait()
         self.values.written(touched)
+
+    def give_up_step(self) -> None:
+        """A step has raised, or may have: the groups are the user's again. What is being published still arrives."""
+        self._steps_within = 0
+        for sharded in self.optimizers:
+            sharded.swap_out()
 
     def _steps_apart(self, index: int) -> bool:
         home = self.units[index].home
@@ -466,8 +476,7 @@ class ZeroEngine:
         self.residency.abandon()
         self.reducer.abandon()
         self._publishing = []
-        for sharded in self.optimizers:
-            sharded.swap_out()
+        self.give_up_step()
 
     def before_move(self) -> None:
         """The whole module is moved or cast, by its user or by another strategy: it becomes a plain one first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ import ds_lightning as dsl
 from ds_lightning.errors import ConfigError
 from ds_lightning.offload.host import HostMemory
 from ds_lightning.offload.policy import Home, OffloadPolicy
+from ds_lightning.offload.swap import BufferPool
 from ds_lightning.offload.tiles import GRADIENT, MASTER, SHARD
 from ds_lightning.optim.ema import Averages
 from ds_lightning.zero import access
@@ -429,3 +431,86 @@ def check_evaluation(folder):
 
 def test_evaluation_reads_parameters_from_disk(tmp_path):
     run_ranks(check_evaluation, 2, str(tmp_path))
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+def check_read_ahead(folder, precision):
+    """Values that change while the old ones are being read."""
+    module, optimizer = build(models.Everything, Recipe(precision=precision), dist.get_rank())
+    engine = make_engine(module, [optimizer], 3, precision=precision, offload=policy(folder, "nvme", "nvme"))
+    units = [b for b in engine.units.values() if b.sharded and b.home is not None]
+    assert units
+    for buffers in units:
+        buffers.home.expect()
+        buffers.write_master(buffers.start, torch.full((buffers.numel,), 3.0))
+        engine.residency.gather(buffers.unit.index)
+        assert buffers.full.eq(3.0).all(), buffers.unit.name
+    engine.dissolve()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_read_ahead_does_not_outlive_a_change(precision, tmp_path):
+    run_ranks(check_read_ahead, 2, str(tmp_path), precision)
+
+
+def check_failed_steps(folder, offload, pipelines):
+    """Steps raise on all ranks, each a little later, and their user goes on as if nothing had been."""
+    more = {"pipeline_read": pipelines, "pipeline_write": pipelines}
+    home = policy(folder, "nvme", "nvme", **more) if offload else None
+    module, optimizer = build(models.Everything, Recipe(), dist.get_rank())
+    engine = make_engine(module, [optimizer], 3, offload=home)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    module_of_sgd = sys.modules[torch.optim.SGD.__module__]  # torch.optim hides it
+    plain = module_of_sgd.sgd
+    for step in range(6):
+        forward_backward(engine, Recipe(), step, 0)
+        left = iter(range(step))
+
+        def sgd(*args, left=left, **kwargs):
+            if next(left, None) is None:
+                raise RuntimeError("as asked")
+            plain(*args, **kwargs)
+
+        with mock.patch.object(module_of_sgd, "sgd", sgd), pytest.raises(RuntimeError, match="as asked"):
+            for _ in range(100):
+                optimizer.step()
+        engine.give_up_step()
+        assert [list(group["params"]) for group in optimizer.param_groups] == groups
+        optimizer.zero_grad()
+    before = full_values(engine)
+    forward_backward(engine, Recipe(), 6, 0)
+    optimizer.step()
+    after = full_values(engine)
+    assert all(not torch.equal(after[name], value) for name, value in before.items() if name.endswith("up.weight"))
+    engine.dissolve()
+
+
+@pytest.mark.parametrize(("offload", "pipelines"), [(False, False), (True, False), (True, True)])
+def test_after_steps_that_failed_training_goes_on(offload, pipelines, tmp_path):
+    run_ranks(check_failed_steps, 2, str(tmp_path), offload, pipelines)
+
+
+class Lost:
+    """A transfer that did not succeed."""
+
+    done = True
+
+    def join(self):
+        pass
+
+    def wait(self):
+        raise OSError("lost")
+
+
+def test_a_transfer_that_failed_costs_no_staging_buffer():
+    pool = BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), 1)
+    pool.fit(8)
+    for _ in range(3):
+        pool.give(pool.take(), [Lost()])
+    pool.take()
+    pool.lose()
+    pool.give(pool.take())
+    pool.clear()
+    assert pool.nbytes == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import distributed as dist
 
 import ds_lightning as dsl
@@ -23,6 +26,7 @@ from ds_lightning.errors import ConfigError
 from ds_lightning.offload.policy import OffloadPolicy
 from tests.lightning.runs import SHARD_EVERYTHING, AtTrainStart, Model, full_weights, loader, same, trainer
 from tests.lightning.test_checkpoints import compare
+from tests.lightning.test_lifecycle import tensors_alive
 from tests.lightning.test_sharded import read
 from tests.pool import run_ranks
 
@@ -340,3 +344,92 @@ def count_descriptors(folder):
 
 def test_descriptors_and_threads_do_not_grow(tmp_path):
     run_ranks(count_descriptors, 1, str(tmp_path))
+
+
+def test_a_home_folder_is_found():
+    resolved = mock.MagicMock()
+    resolved.zero_optimization.offload_optimizer.device = "nvme"
+    resolved.zero_optimization.offload_optimizer.nvme_path = "~/swap"
+    resolved.zero_optimization.offload_param.device = "none"
+    resolved.zero_optimization.offload_param.nvme_path = None
+    found = OffloadPolicy.from_config(resolved)
+    assert found is not None
+    assert found.optimizer_path == Path.home() / "swap"
+
+
+# Life and death ------------------------------------------------------------------------------------------------------
+
+
+class Counting(Model):
+    """Counts tensors after each step."""
+
+    counts: list[Any]
+
+    def on_train_batch_end(self, outputs, batch, index):
+        super().on_train_batch_end(outputs, batch, index)
+        engine = self.trainer.strategy.engine
+        engine.residency.forget_expected()
+        if engine.homes.space is not None:  # what is under way just now keeps its memory
+            for pool in (engine.homes.space.records, engine.homes.space.gradients, engine.homes.space.shards):
+                pool.clear()
+        self.counts.append(tensors_alive())
+
+
+def live_and_die(folder, optimizer, param):
+    after_fits = []
+    with everything_swaps():
+        for _ in range(3):
+            model = Counting()
+            model.counts = []
+            places = offload(folder, optimizer, param)
+            run = trainer(3, "bf16-mixed", steps=8, zero=places, accumulate_grad_batches=2)
+            run.fit(model, loader(1, 64))
+            assert len(set(model.counts[4::2])) == 1, model.counts
+            assert len(set(model.counts[5::2])) == 1, model.counts
+            engine = run.strategy.engine
+            watched = [weakref.ref(found) for found in (model, run, engine, engine.homes, model.blocks[0].up.weight)]
+            del model, run, engine
+            gc.collect()
+            assert [reference() for reference in watched] == [None] * len(watched)
+            after_fits.append((*tensors_alive(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert all(last <= second for last, second in zip(after_fits[-1], after_fits[1], strict=True)), after_fits
+
+
+@pytest.mark.parametrize(("optimizer", "param"), [("cpu", "cpu"), ("nvme", "nvme")])
+def test_nothing_grows_from_step_to_step_or_outlives_a_fit(optimizer, param, tmp_path):
+    run_ranks(live_and_die, 2, str(tmp_path), optimizer, param)
+
+
+def fail_and_fit_again(folder, optimizer, where, again):
+    """A run fails on all ranks alike; the same Trainer, or another one, goes on from the weights as they are."""
+
+    class Fails(Callback):
+        def on_after_backward(self, run: Any, *_: Any) -> None:
+            self.fail(run, "backward")
+
+        def on_before_optimizer_step(self, run: Any, *_: Any) -> None:
+            self.fail(run, "step")
+
+        def fail(self, run: Any, place: str) -> None:
+            if place == where and run.global_step == 1 and not hasattr(self, "over"):
+                self.over = True
+                raise RuntimeError("as asked")
+
+    model = Model()
+    places = offload(folder, optimizer, optimizer)
+    with everything_swaps():
+        run = trainer(3, steps=3, zero=places, callbacks=[Fails()])
+        with pytest.raises(RuntimeError, match="as asked"):
+            run.fit(model, loader())
+        if again == "other":
+            run = trainer(3, steps=3, zero=places)
+        run.fit(model, loader())
+    return full_weights(model), model.losses
+
+
+@pytest.mark.parametrize("where", ["backward", "step"])
+@pytest.mark.parametrize("again", ["same", "other"])
+def test_a_module_is_trained_on_after_a_run_that_failed(where, again, tmp_path):
+    wanted = run_ranks(fail_and_fit_again, 2, str(tmp_path), "none", where, again)
+    found = run_ranks(fail_and_fit_again, 2, str(tmp_path), "nvme", where, again)
+    assert same(list(found), list(wanted)) == []
