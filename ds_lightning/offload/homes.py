@@ -33,6 +33,7 @@ class UnitHome:
         swap: the unit's file; None if it has none.
         own_shard: where gathers read from a copy of their own; None where they read the master values or a disk.
         start: where this rank's chunk begins in the unit.
+        fast_init: do not wait until the first values are written.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class UnitHome:
         swap: UnitSwap | None,
         own_shard: Home | None,
         start: int,
+        fast_init: bool,
     ) -> None:
         self.unit = unit
         self._start = start
+        self._fast_init = fast_init
         self.placement = placement
         self.swap = swap
         self._device = device
@@ -93,14 +96,14 @@ class UnitHome:
     def take_master(self, own: torch.Tensor) -> torch.Tensor:
         """Put master values where they live. Returns them, or a tensor without elements if that is a disk."""
         if self.master_on_disk:
-            self.write(MASTER, 0, own)
+            self._begin_write(MASTER, own)
             return own.new_empty(0)
         return self.tensor(own.numel(), own.dtype).copy_(own)
 
     def take_shard(self, own: torch.Tensor) -> torch.Tensor | None:
         """Put what gathers read where it lives. Returns it if it is a copy of its own in memory."""
         if self.shard_on_disk:
-            self.write(SHARD, 0, own)
+            self._begin_write(SHARD, own)
         if self._own_shard is None:
             return None
         if self._own_shard is Home.DEVICE:
@@ -116,7 +119,19 @@ class UnitHome:
         if self.swap is None or GRADIENT not in self.swap.layout.regions:
             return None
         assert self._space is not None
-        return SwappedGradient(self.swap, self._space.gradients, self._start, pieces)
+        return SwappedGradient(self.swap, self._space.chunks, self._start, pieces)
+
+    def _begin_write(self, key: str, own: torch.Tensor) -> None:
+        """Write the first values of a region; with `fast_init` they are on their way when this returns."""
+        assert self.swap is not None
+        if not self._fast_init:
+            self.write(key, 0, own)
+            return
+        assert self._space is not None
+        dtype = self.swap.layout.dtype(key)
+        buffer = self._space.chunks.take()
+        values = buffer[: own.numel() * dtype.itemsize].view(dtype).copy_(own)
+        self._space.chunks.give(buffer, self.swap.start_write(key, 0, values))
 
     # Disk -------------------------------------------------------------------------------------------------------------
 
@@ -277,6 +292,7 @@ class Homes:
             swap,
             self._own_shard(unit, place),
             unit.owned(self._rank)[0],
+            self.policy.fast_init,
         )
 
     def _own_shard(self, unit: Unit, place: Placement) -> Home | None:
@@ -300,7 +316,8 @@ class Homes:
         layouts = [home.swap.layout for home in self._homes.values() if home.swap is not None]
         stepped = [layout for layout in layouts if GRADIENT in layout.regions]
         self.space.records.fit(max((layout.step_bytes for layout in stepped), default=0))
-        self.space.gradients.fit(max((layout.gradient_bytes for layout in stepped), default=0))
+        whole = layouts if self.policy.fast_init else stepped
+        self.space.chunks.fit(max((layout.chunk_bytes for layout in whole), default=0))
         largest = max((layout.numel for layout in layouts), default=0)
         itemsize = max((layout.dtype(key).itemsize for layout in layouts for key in _gathered(layout)), default=0)
         self.space.shards.fit(min(largest, self.policy.param_buffer_size) * itemsize)

@@ -135,7 +135,7 @@ class OffloadPolicy:
             sharded: whether the stage shards parameters.
         """
         trained = [unit for unit in units if unit.trainable]
-        first = int((1.0 - self.ratio) * len(trained))
+        first = int(round((1.0 - self.ratio) * len(trained), 6))  # not one less because of a rounding error
         offloaded = {unit.index for unit in trained[first:]} if self.optimizer is not Home.DEVICE else set()
         room = self.max_in_cpu
         places = {}

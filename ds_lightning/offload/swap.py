@@ -221,7 +221,7 @@ class SwapSpace:
     def __init__(self, aio: dict[str, Any], records: int, shards: int) -> None:
         self.io = AsyncIO(**aio)
         self.records = BufferPool(self.io.empty, records)
-        self.gradients = BufferPool(self.io.empty, 2)
+        self.chunks = BufferPool(self.io.empty, 2)
         self.shards = BufferPool(self.io.empty, shards)
         self.nbytes = 0
         """Bytes on disk."""
@@ -252,11 +252,11 @@ class SwapSpace:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of staging buffers in memory."""
-        return self.records.nbytes + self.gradients.nbytes + self.shards.nbytes
+        return self.records.nbytes + self.chunks.nbytes + self.shards.nbytes
 
     def close(self) -> None:
         """Give everything back. Files of units are closed by then."""
-        for pool in (self.records, self.gradients, self.shards):
+        for pool in (self.records, self.chunks, self.shards):
             pool.clear()
         self.io.close()
 

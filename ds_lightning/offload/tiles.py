@@ -59,9 +59,9 @@ class TileLayout:
         return self.record + (0 if self.shard is None else self._stride(self.shard))
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of a staging buffer for the whole gradient."""
-        return padded(self.numel * self.regions[GRADIENT].itemsize)
+    def chunk_bytes(self) -> int:
+        """Bytes of a staging buffer for one value of every element: the whole gradient, or master values."""
+        return padded(self.numel * max(self.dtype(key).itemsize for key in (GRADIENT, MASTER) if key in self.regions))
 
     def _stride(self, dtype: torch.dtype) -> int:
         return padded(self.tile * dtype.itemsize)

@@ -187,6 +187,7 @@ class StepsApart:
         assert buffer is not None
         start = swap.layout.span(tile.number)[0]
         first = tile.gradients.buffers.start + start
+        kept: list[tuple[Run, tuple[str, ...]]] = []
         for run in tile.runs:
             state = sharded.optimizer.state.get(run.parameter, {})
             stored = []
@@ -196,7 +197,7 @@ class StepsApart:
                 if value.data_ptr() != view.data_ptr():  # made in this step
                     view.copy_(value.view(-1))
                 stored.append(key)
-            run.stored = tuple(stored)
+            kept.append((run, tuple(stored)))
         self._let_go(tile)
         writes = []
         if home.shard_on_disk:
@@ -205,6 +206,8 @@ class StepsApart:
         changed = [key for key in swap.layout.regions if key != GRADIENT]
         if changed:
             writes += swap.start_write_tile(tile.number, buffer, changed[0])
+        for run, keys in kept:
+            run.stored = keys
         return writes
 
     def _let_go(self, tile: _Tile) -> None:

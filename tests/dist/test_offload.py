@@ -125,7 +125,7 @@ def test_training_is_bitwise_the_same_in_the_rest_of_the_matrix(row, tmp_path):
 )
 def test_tiles_smaller_than_units_change_nothing(world, pipelines, tmp_path):
     read, write = pipelines
-    more = {"make": Wide, "pipeline_read": read, "pipeline_write": write, "buffer_count": 3}
+    more = {"make": Wide, "pipeline_read": read, "pipeline_write": write, "buffer_count": 3, "fast_init": read}
     run_ranks(check_row, world, str(tmp_path), (3, "nvme", "nvme"), "bf16", 3, "norm", "adamw", **more)
 
 

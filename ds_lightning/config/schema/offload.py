@@ -36,7 +36,7 @@ class OffloadOptimizerConfig(Block):
     pin_memory: bool = key(True, "Page-locked host memory, for overlapped copies.")
     pipeline_read: bool = key(False, "Read the next tile while the current one steps.")
     pipeline_write: bool = key(False, "Write the previous tile while the current one steps.")
-    fast_init: bool = key(False, "Write initial states to NVMe in large blocks.")
+    fast_init: bool = key(False, "Set up the next unit while the values of the last one are written.")
     ratio: float = key(1.0, "Share of the states that steps on the host.", at_least=0, at_most=1)
     super_offload: bool = key(False, "Speculative host step (GH200 class machines).")
     cpuadam_cores_perc: float = key(0.8, "Share of the cores given to the speculative step.", above=0, at_most=1)
