@@ -333,6 +333,9 @@ class ZeroStrategy(Checkpointing):
         self._total_steps = total_steps(trainer) if automatic else None
         self._made = make_optimizers(self.lightning_module, self._parsed, partial(self._facts, trainer))
         self.optimizers, self.lr_scheduler_configs = self._made.optimizers, self._made.schedules
+        if trainer._checkpoint_connector._loaded_checkpoint or trainer.ckpt_path is not None:
+            # Whoever asked for the number of steps has had the dataloader made, but not for the place to go on from.
+            trainer.fit_loop._combined_loader = None
 
     def _facts(self, trainer: pl.Trainer, made: Made) -> Facts:
         assert self.lightning_module is not None
