@@ -180,7 +180,7 @@ def skipped() -> None:
             found.append(schedule.last_epoch)
 
     strategy = zero(2, config)
-    trainer = fit(WithoutOptimizer(), strategy, precision="16-mixed", max_epochs=12, callbacks=[Watch()])
+    trainer = fit(WithoutOptimizer(), strategy, max_epochs=12, callbacks=[Watch()])
     assert strategy.skipped_steps > 3
     assert found[:3] == [0, 0, 0]
     assert found[-1] == len(found) - strategy.skipped_steps
@@ -215,7 +215,7 @@ def automatic() -> None:
         "warmup_min_lr": 0.0,
         "warmup_max_lr": [0.5, 0.02],
         "warmup_num_steps": 4,
-        "total_num_steps": 10,
+        "total_num_steps": 20,
     }
     schedule = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.rates(4) == [0.5, 0.02]
