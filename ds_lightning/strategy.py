@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
-from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -29,15 +30,15 @@ from ds_lightning.config import Facts, ResolvedConfig, load, resolve
 from ds_lightning.config.arguments import with_offload
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.resolve import try_resolve
+from ds_lightning.configured import Made, make_optimizers
 from ds_lightning.errors import ConfigError, TopologyError
 from ds_lightning.offload.policy import OffloadPolicy
 from ds_lightning.offload.shelf import shelf_for
-from ds_lightning.optim.from_config import build_optimizer
 from ds_lightning.precision.choice import zero_precision
 from ds_lightning.precision.plugin import ZeroPrecision
 from ds_lightning.refusals import refuse_callbacks, refuse_ddp_options
 from ds_lightning.topology import Topology
-from ds_lightning.trainer_facts import collect_facts
+from ds_lightning.trainer_facts import collect_facts, total_steps
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction, constructing
@@ -107,6 +108,8 @@ class ZeroStrategy(Checkpointing):
         self._engine: ZeroEngine | None = None
         self._topology: Topology | None = None
         self._resolved: ResolvedConfig | None = None
+        self._made = Made([], [])
+        self._total_steps: int | None = None
         self._construction: ShardedConstruction | None = None
         self._activation: ActivationRun | None = None
         self._used = False
@@ -275,9 +278,7 @@ class ZeroStrategy(Checkpointing):
                 access.forget(other)
 
     def _resolve(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        name = str(self.precision_plugin.precision)
-        facts = collect_facts(trainer, module, self._stage, name, self.optimizers)
-        self._resolved = resolve(self._parsed, facts)
+        self._resolved = resolve(self._parsed, self._facts(trainer, self._made))
         for note in self._resolved.notes:
             rank_zero_info(f"ds_lightning: {note}")
         clipping = self._resolved.gradient_clipping
@@ -326,28 +327,28 @@ class ZeroStrategy(Checkpointing):
             self._activation = ActivationRun(self._engine.scopes, block, before, rank_zero_warn)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Call `configure_optimizers`; an optimizer of the configuration takes the place of one that is missing."""
-        module = self.lightning_module
-        assert module is not None
-        block = self._parsed.config.optimizer
-        automatic = all(value == "auto" for value in (block.params or {}).values())
-        if block.type is None:
-            self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-            return
-        made = module.configure_optimizers() if _overrides_configure_optimizers(module) else None
-        if made is not None:
-            if not automatic:
-                raise ConfigError(
-                    f"Both the configuration (optimizer.type={block.type}) and {type(module).__name__}."
-                    "configure_optimizers make an optimizer. Drop one of the two: return None from "
-                    "configure_optimizers, or remove the optimizer block (values that are all 'auto' may stay)."
-                )
-            self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-            return
-        facts = collect_facts(trainer, module, self._stage, str(self.precision_plugin.precision), [])
-        params = resolve(self._parsed, facts).optimizer.params or {}
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizers, self.lr_scheduler_configs = [build_optimizer(block.type, params, parameters)], []
+        """Call `configure_optimizers`; what the configuration has takes the place of what is missing."""
+        assert self.lightning_module is not None
+        automatic = "scheduler.params.total_num_steps" in self._parsed.autos
+        self._total_steps = total_steps(trainer) if automatic else None
+        self._made = make_optimizers(self.lightning_module, self._parsed, partial(self._facts, trainer))
+        self.optimizers, self.lr_scheduler_configs = self._made.optimizers, self._made.schedules
+        if trainer._checkpoint_connector._loaded_checkpoint or trainer.ckpt_path is not None:
+            # Whoever asked for the number of steps has had the dataloader made, but not for the place to go on from.
+            trainer.fit_loop._combined_loader = None
+
+    def _facts(self, trainer: pl.Trainer, made: Made) -> Facts:
+        assert self.lightning_module is not None
+        return collect_facts(
+            trainer,
+            self.lightning_module,
+            self._stage,
+            str(self.precision_plugin.precision),
+            made.optimizers,
+            has_optimizer=made.has_optimizer,
+            has_schedule=made.has_schedule,
+            total_steps=self._total_steps,
+        )
 
     def _hold_schedulers(self) -> None:
         plugin = self.precision_plugin
@@ -364,10 +365,7 @@ class ZeroStrategy(Checkpointing):
         assert self.lightning_module is not None
         self._tidy()
         if self._parsed.given or self._parsed.autos:
-            trainer = self.lightning_module.trainer
-            name = str(self.precision_plugin.precision)
-            facts = collect_facts(trainer, self.lightning_module, self._stage, name, self.optimizers)
-            self._resolved = resolve(self._parsed, facts)
+            self._resolved = resolve(self._parsed, self._facts(self.lightning_module.trainer, self._made))
         self._resumption.start_training(*self._run())
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -567,7 +565,3 @@ def _pass_zero_grad_on(wrapper: LightningOptimizer) -> None:
         optimizer.zero_grad(*args, **kwargs)
 
     wrapper.zero_grad = zero_grad  # type: ignore[attr-defined]
-
-
-def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
-    return type(module).configure_optimizers is not pl.LightningModule.configure_optimizers

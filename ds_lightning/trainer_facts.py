@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ds_lightning.config import Facts
 
@@ -16,6 +17,10 @@ def collect_facts(
     stage: int | None,
     precision: str,
     optimizers: list[torch.optim.Optimizer],
+    *,
+    has_optimizer: bool | None = None,
+    has_schedule: bool = False,
+    total_steps: int | None = None,
 ) -> Facts:
     """Gather facts without creating dataloaders or anything else.
 
@@ -24,7 +29,10 @@ def collect_facts(
         module: its module.
         stage: what `ZeroStrategy(stage=...)` says.
         precision: name of the precision in use.
-        optimizers: what `configure_optimizers` returned.
+        optimizers: those of the run.
+        has_optimizer: whether the module made them; None means that it did, if there are any.
+        has_schedule: whether the module made a schedule.
+        total_steps: what `total_steps` said; None takes the Trainer's `max_steps`.
     """
     return Facts(
         world_size=trainer.world_size,
@@ -34,10 +42,14 @@ def collect_facts(
         clip_is_default=trainer.gradient_clip_val is None,
         precision=precision,
         micro_batch_size=micro_batch_size(trainer, module),
-        max_steps=_estimated_steps(trainer),
+        max_steps=_known_steps(trainer) if total_steps is None else total_steps,
+        warmup_steps=_warmup_steps(module),
         hidden_size=_hidden_size(module),
         optimizer_defaults=_optimizer_defaults(module, optimizers),
-        has_optimizer=bool(optimizers),
+        group_rates=_group_rates(optimizers),
+        has_optimizer=bool(optimizers) if has_optimizer is None else has_optimizer,
+        has_schedule=has_schedule,
+        trains=trainer.state.fn == TrainerFn.FITTING,
         stage=stage,
     )
 
@@ -76,7 +88,16 @@ def _batch_size_of(source: Any) -> int | None:
     return None
 
 
-def _estimated_steps(trainer: pl.Trainer) -> int | None:
+def total_steps(trainer: pl.Trainer) -> int | None:
+    """Optimizer steps of the whole run by Lightning's estimate; None if there is no end.
+
+    Makes the training dataloader, unless there is one or the Trainer counts steps alone.
+    """
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 < steps < float("inf") else None
+
+
+def _known_steps(trainer: pl.Trainer) -> int | None:
     """Only what needs no dataloader: `estimated_stepping_batches` would build one."""
     return trainer.max_steps if trainer.max_steps is not None and trainer.max_steps > 0 else None
 
@@ -90,6 +111,22 @@ def _hidden_size(module: pl.LightningModule) -> int | None:
         if isinstance(size, int) and size > 0:
             return size
     return None
+
+
+def _warmup_steps(module: pl.LightningModule) -> int | None:
+    hparams: Any = module.hparams
+    for name in ("warmup_num_steps", "num_warmup_steps", "warmup_steps"):
+        value = hparams.get(name) if hasattr(hparams, "get") else None
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _group_rates(optimizers: list[torch.optim.Optimizer]) -> list[float] | None:
+    """As they were before any schedule changed them."""
+    groups = optimizers[0].param_groups if optimizers else []
+    rates = [float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups]
+    return rates if len(set(rates)) > 1 else None
 
 
 def _optimizer_defaults(module: pl.LightningModule, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:

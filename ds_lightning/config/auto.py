@@ -53,6 +53,8 @@ def fill(config: DeepSpeedConfig, autos: Iterable[str], facts: Facts) -> Filled:
         value = rule.value(facts, config)
         if value is not None:
             _put(config, key, value)
+        elif key.startswith(_unused(facts)):
+            _drop(config, key)
         elif rule.has_default and not (rule is _NO_RULE and ".params." in key):
             _drop(config, key)
             filled.notes.append(f"{key} is 'auto' and its default is used: {rule.origin} does not tell")
@@ -75,7 +77,16 @@ def _optimizer_default(name: str) -> Callable[[Facts, DeepSpeedConfig], Any]:
     return value
 
 
+def _unused(facts: Facts) -> tuple[str, ...]:
+    """Blocks of which nothing is made in this run, so that their values need not be known."""
+    if not facts.trains:
+        return ("optimizer.", "scheduler.")
+    return ("scheduler.",) if facts.has_schedule else ()
+
+
 def _learning_rate(facts: Facts, config: DeepSpeedConfig) -> Any:
+    if facts.group_rates is not None:
+        return list(facts.group_rates)
     lr = config.optimizer.params.get("lr")
     return lr if isinstance(lr, float) else (facts.optimizer_defaults or {}).get("lr")
 
@@ -97,7 +108,9 @@ RULES = {
     "scheduler.params.warmup_max_lr": Rule(
         "optimizer.params.lr or the module (its optimizer's lr)", _learning_rate, False
     ),
-    "scheduler.params.warmup_num_steps": Rule("the Trainer", lambda facts, config: None, True),
+    "scheduler.params.warmup_num_steps": Rule(
+        "the module (hparams.warmup_steps)", lambda facts, config: facts.warmup_steps, True
+    ),
     "scheduler.params.total_num_steps": Rule(
         "the Trainer (max_steps, or max_epochs and the dataloader)",
         lambda facts, config: facts.max_steps,

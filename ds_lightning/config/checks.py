@@ -123,10 +123,15 @@ def _scheduler(config: DeepSpeedConfig, given: Given) -> Problems:
     for name in _REQUIRED_SCHEDULE_PARAMS.get(kind, ()):
         if name not in params:
             yield Problem(f"scheduler.params.{name}", f"{kind} needs it")
-    for name in ("warmup_num_steps", "lr_range_test_step_size", "cycle_first_step_size"):
+    for name, smallest in _SMALLEST_SCHEDULE_PARAMS.items():
         value = params.get(name)
-        if isinstance(value, int) and value < 1:
-            yield Problem(f"scheduler.params.{name}", f"must be at least 1, got {value}")
+        if isinstance(value, int) and value < smallest:
+            yield Problem(f"scheduler.params.{name}", f"must be at least {smallest}, got {value}")
+    warmup = params.get("warmup_type")
+    if isinstance(warmup, str) and warmup not in ("log", "linear", "auto"):
+        guess = did_you_mean(warmup, ("log", "linear"))
+        text = f"must be 'log' or 'linear', got '{warmup}'" + (f"; {guess}" if guess else "")
+        yield Problem("scheduler.params.warmup_type", text)
 
 
 def _activation(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -242,6 +247,12 @@ _REQUIRED_SCHEDULE_PARAMS = {
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+_SMALLEST_SCHEDULE_PARAMS = {
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps", "lr_range_test_step_size", "cycle_first_step_size"), 1),
+    **dict.fromkeys(("cycle_first_stair_count", "cycle_second_stair_count"), 0),
+    **dict.fromkeys(("cycle_second_step_size", "decay_step_size"), 0),
+    "last_batch_iteration": -1,
 }
 _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
     _precision,

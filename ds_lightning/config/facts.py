@@ -25,10 +25,14 @@ class Facts:
         precision_is_default: The user passed neither `precision` nor a precision plugin.
         micro_batch_size: Batch size of the training dataloader.
         max_steps: Optimizer steps of the whole run, an estimate.
+        warmup_steps: Optimizer steps of warm-up, as a hyperparameter of the module.
         hidden_size: Width of the model.
         optimizer_defaults: lr, betas, eps, weight_decay of the module's own optimizer or
             hyperparameters.
+        group_rates: lr of each group of the module's own optimizer, where they differ.
         has_optimizer: The module brings its own optimizer.
+        has_schedule: The module brings its own schedule.
+        trains: The run makes steps; one that does not needs neither optimizer nor schedule.
         stage: `ZeroStrategy(stage=...)`.
     """
 
@@ -39,9 +43,13 @@ class Facts:
     precision: str | int | None = None
     micro_batch_size: int | None = None
     max_steps: int | None = None
+    warmup_steps: int | None = None
     hidden_size: int | None = None
     optimizer_defaults: Mapping[str, Any] | None = None
+    group_rates: list[float] | None = None
     has_optimizer: bool | None = None
+    has_schedule: bool | None = None
+    trains: bool = True
     stage: int | None = None
     accumulate_is_default: bool = False
     clip_is_default: bool = False

@@ -203,6 +203,8 @@ class _Resolution:
         self.notes += notes
         if self.facts.has_optimizer and self.config.optimizer.type is not None:
             self.notes.append("the module brings its own optimizer; the one of the configuration is not used")
+        if self.facts.has_schedule and self.config.scheduler.type is not None:
+            self.notes.append("the module brings its own schedule; the one of the configuration is not used")
 
 
 def _notes_of(parsed: ParsedConfig, config: DeepSpeedConfig) -> Iterator[str]:

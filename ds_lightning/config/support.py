@@ -52,7 +52,6 @@ PLANNED = (
         lambda name: name in _PLANNED_OPTIMIZERS,
         "use Adam, AdamW, Lion, Adagrad, SGD or another optimizer of torch.optim",
     ),
-    Row("scheduler.type", _not(None), "return the scheduler from configure_optimizers()"),
     Row("fp16.fp16_master_weights_and_grads", _true, _SWITCH_OFF),
     Row("bf16.immediate_grad_update", _true, _SWITCH_OFF),
     Row("bf16.bf16_master_weights_and_grads", _true, _SWITCH_OFF),

@@ -38,7 +38,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("tune", "launch"),
     ("callbacks",),
     ("trainer_facts", "refusals", "children"),  # the strategy's questions to its Trainer
-    ("checkpointing",),
+    ("configured", "checkpointing"),
     ("strategy",),
     ("registration",),
     ("demo",),
@@ -59,6 +59,7 @@ KNOWS_LIGHTNING = (
     "checkpoint.loop_progress",
     "checkpoint.resume",
     "callbacks",
+    "configured",
     "trainer_facts",
     "refusals",
 )

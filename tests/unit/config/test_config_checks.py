@@ -46,6 +46,23 @@ def stage(number, **rest):
             "at least 1, got 0",
         ),
         (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "Linear"}}},
+            "scheduler.params.warmup_type: must be 'log' or 'linear', got 'Linear'; did you mean 'linear'?",
+        ),
+        (
+            {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}},
+            "scheduler.params.lr_range_test_step_size: must be at least 1, got 0",
+        ),
+        (
+            {
+                "scheduler": {
+                    "type": "OneCycle",
+                    "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_second_step_size": -1},
+                }
+            },
+            "scheduler.params.cycle_second_step_size: must be at least 0, got -1",
+        ),
+        (
             {"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True, "loss_scale": 8}},
             "dynamic loss scale",
         ),
@@ -129,8 +146,6 @@ def test_stage_checks_wait_for_the_stage():
         (stage(3, zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients"),
         (stage(3, mics_shard_size=2), "zero_optimization.mics_shard_size"),
         (stage(2, zenflow={}), "zero_optimization.zenflow"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type"),
-        ({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}, "scheduler.type"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
@@ -181,6 +196,8 @@ def test_all_unsupported_features_are_listed_together_with_other_conflicts():
         {"data_types": {"grad_accum_dtype": "float32"}, "aio": {"queue_depth": 16}},
         {"optimizer": {"type": "RMSprop", "params": {"lr": 0.1, "alpha": 0.9}}},
         {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}},
+        {"scheduler": {"type": "warmuplr", "params": {"warmup_type": "linear"}}},
+        {"scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
         {"comms_logger": {"enabled": False, "verbose": True}},
         {"bf16": {"enabled": True, "check_grad_overflow": True}},
         {"checkpoint": {"use_node_local_storage": True}, "dataloader_drop_last": True},

@@ -1,0 +1,107 @@
+"""The optimizers and schedules of a run: those of the module, or those of the configuration where it makes none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from ds_lightning.config import Facts, resolve
+from ds_lightning.config.deepspeed import ParsedConfig
+from ds_lightning.errors import ConfigError
+from ds_lightning.optim.from_config import build_optimizer
+from ds_lightning.schedules.from_config import build_schedule
+
+
+class Made(NamedTuple):
+    """What a run optimizes with.
+
+    Attributes:
+        optimizers: All of them.
+        schedules: With Lightning's word on when each is stepped.
+        has_optimizer: The module made the optimizers itself.
+        has_schedule: The module made the schedules itself.
+    """
+
+    optimizers: list[Optimizer]
+    schedules: list[LRSchedulerConfig]
+    has_optimizer: bool = False
+    has_schedule: bool = False
+
+
+def make_optimizers(module: pl.LightningModule, parsed: ParsedConfig, facts: Callable[[Made], Facts]) -> Made:
+    """Call `configure_optimizers`, and make what it leaves to the configuration.
+
+    A schedule of the configuration is stepped after every step of the optimizer, whoever made that.
+
+    Args:
+        module: of the run.
+        parsed: the configuration.
+        facts: about the run, once this much has been made.
+
+    Raises:
+        ConfigError: both make an optimizer, or both a schedule; or a block is wrong.
+    """
+    made = _with_optimizer(module, parsed, facts)
+    block = parsed.config.scheduler
+    if block.type is None:
+        return made
+    name = type(module).__name__
+    if made.schedules:
+        if not block.params or not _is_automatic(block.params):
+            raise ConfigError(
+                f"Both the configuration (scheduler.type={block.type}) and {name}.configure_optimizers make a "
+                "schedule. Drop one of the two: return the optimizer alone from configure_optimizers, or remove the "
+                "scheduler block (values that are all 'auto' may stay)."
+            )
+        return made
+    if len(made.optimizers) != 1 or isinstance(made.optimizers[0], _MockOptimizer):
+        found = "none" if len(made.optimizers) == 1 else len(made.optimizers)
+        raise ConfigError(
+            f"The schedule of the configuration (scheduler.type={block.type}) needs one optimizer, {name} has {found}. "
+            "Return one from configure_optimizers, or name one in optimizer.type; with several, return their schedules "
+            "from configure_optimizers and remove the scheduler block."
+        )
+    if not module.automatic_optimization:
+        rank_zero_info(
+            f"ds_lightning: {name} optimizes manually, so it steps the schedule of the configuration too: call "
+            "self.lr_schedulers().step() after each step of the optimizer"
+        )
+    params = resolve(parsed, facts(made)).scheduler.params or {}
+    schedule = build_schedule(block.type, params, made.optimizers[0])
+    return made._replace(schedules=[LRSchedulerConfig(schedule, interval="step")])
+
+
+def _with_optimizer(module: pl.LightningModule, parsed: ParsedConfig, facts: Callable[[Made], Facts]) -> Made:
+    block = parsed.config.optimizer
+    if block.type is None:
+        return _of_module(module)
+    if _overrides_configure_optimizers(module) and module.configure_optimizers() is not None:
+        if not _is_automatic(block.params or {}):
+            raise ConfigError(
+                f"Both the configuration (optimizer.type={block.type}) and {type(module).__name__}."
+                "configure_optimizers make an optimizer. Drop one of the two: return None from "
+                "configure_optimizers, or remove the optimizer block (values that are all 'auto' may stay)."
+            )
+        return _of_module(module)
+    params = resolve(parsed, facts(Made([], []))).optimizer.params or {}
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return Made([build_optimizer(block.type, params, parameters)], [])
+
+
+def _of_module(module: pl.LightningModule) -> Made:
+    optimizers, schedules = _init_optimizers_and_lr_schedulers(module)
+    return Made(optimizers, schedules, has_optimizer=True, has_schedule=bool(schedules))
+
+
+def _is_automatic(params: dict[str, object]) -> bool:
+    return all(value == "auto" for value in params.values())
+
+
+def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
+    return type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
