@@ -10,6 +10,7 @@ import torch
 from ds_lightning.checkpoint.snapshot import Snapshot, Vector
 from ds_lightning.errors import CheckpointError
 from ds_lightning.offload.stored import Values
+from ds_lightning.ops.memory import release_free_memory
 from ds_lightning.optim.sharded import ShardedOptimizer, belongs_to_elements
 from ds_lightning.optim.unit_states import element_keys, merged, outline, pieces_of
 from ds_lightning.zero.buffers import UnitBuffers
@@ -147,6 +148,7 @@ def load_optimizer_state(
     for gradients in sharded.units:
         unit_states = {slot.name: by_name[slot.name] for slot in gradients.unit.slots if slot.name in by_name}
         sharded.load_unit(gradients, unit_states)
+        release_free_memory()  # what was read lies between states that stay, where the C library would keep it
     return [name for name in parameters if name not in names]
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from importlib import import_module
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -85,6 +86,7 @@ def save(folder, form, stage):
 
 def start(path, stage):
     """Growth until training may begin, and bytes of optimizer states."""
+    import_module("ds_lightning.checkpoint.sharded")  # what it imports is no part of the model
     result = []
 
     def restored(run, model):
