@@ -18,6 +18,7 @@ from ds_lightning.zero.logical import LogicalTensor
 from tests.lightning.runs import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+PLACES_KNOWN = pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 does not tell where values lie")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -237,7 +238,7 @@ def test_bare_weights_and_folders_of_others_are_read(tmp_path, ckpt, capsys):
 # How they are read --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 does not tell where storages are: it maps")
+@PLACES_KNOWN
 def test_files_are_read_without_a_map_and_ties_stay_one_tensor(ckpt):
     content = ZeroCheckpointIO().load_lazily(ckpt)
     state = content["state_dict"]
@@ -260,6 +261,7 @@ def test_a_part_of_a_tensor_in_a_file_is_that_part(tmp_path):
     assert torch.equal(source.flat(7, 50), values.reshape(-1)[7:50])
 
 
+@PLACES_KNOWN
 @pytest.mark.parametrize("dim", [0, 1])
 def test_large_chunks_of_a_folder_are_read_in_parts(tmp_path, dim, monkeypatch):
     from ds_lightning.checkpoint import loading, stored
