@@ -370,7 +370,7 @@ class Counting(Model):
         engine = self.trainer.strategy.engine
         engine.residency.forget_expected()
         if engine.homes.space is not None:  # what is under way just now keeps its memory
-            for pool in (engine.homes.space.records, engine.homes.space.gradients, engine.homes.space.shards):
+            for pool in (engine.homes.space.records, engine.homes.space.chunks, engine.homes.space.shards):
                 pool.clear()
         self.counts.append(tensors_alive())
 
