@@ -110,11 +110,13 @@ class DiskShelf:
             ConfigError: when the disk is full.
         """
         kept = _OnDisk(self, self._nbytes, part.numel(), part.dtype)
-        self._nbytes += padded(part.nbytes)
+        size = padded(part.nbytes)
         try:
-            os.posix_fallocate(self._file.fd, 0, max(self._nbytes, 1))
+            if size:
+                os.posix_fallocate(self._file.fd, self._nbytes, size)
+            self._nbytes += size
         except OSError as error:
-            raise ConfigError(trouble(self._folder, "the model's parameters", self._nbytes, error)) from error
+            raise ConfigError(trouble(self._folder, "the model's parameters", self._nbytes + size, error)) from error
         kept.write(part)
         return kept
 
