@@ -64,6 +64,7 @@ class Unit:
         numel: elements of the flat buffer, padded to a multiple of the world size.
         resident: kept whole at stage 3 (`stage3_param_persistence_threshold`).
         trainable: has gradients and optimizer states.
+        given_dtype: dtype in which the user gave the parameters; that of the masters is narrower where they are frozen.
     """
 
     index: int
@@ -75,6 +76,12 @@ class Unit:
     master_dtype: torch.dtype
     resident: bool
     trainable: bool
+    given_dtype: torch.dtype
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Dtype of the values in checkpoints, and in the module once it is plain again."""
+        return torch.promote_types(self.given_dtype, self.master_dtype)
 
     @property
     def chunk(self) -> int:
@@ -169,7 +176,8 @@ def build_layout(
             spec.numel <= options.param_persistence_threshold
             and resident_numel + spec.numel <= options.model_persistence_threshold
         )
-        kind = (resident, spec.trainable and spec.active, spec.trainable, spec.dtype, spec.master_dtype)
+        dtypes = (spec.dtype, spec.master_dtype, spec.given_dtype or spec.master_dtype)
+        kind = (resident, spec.trainable and spec.active, spec.trainable, dtypes)
         if resident:
             resident_numel += spec.numel
             part, numel = fill.get(kind, (0, 0))
@@ -182,7 +190,7 @@ def build_layout(
         buckets.setdefault(key, []).append(spec)
 
     def order(item: tuple[tuple[object, ...], list[ParamSpec]]) -> tuple[bool, bool]:
-        resident, scope = bool(item[0][0]), item[0][5]
+        resident, scope = bool(item[0][0]), item[0][4]
         return resident, not resident and scope == ROOT  # blocks, then the root, then the small ones
 
     ordered = sorted(buckets.items(), key=order)
@@ -217,6 +225,7 @@ def _lay(index: int, specs: list[ParamSpec], world_size: int, resident: bool, op
         master_dtype=head.master_dtype,
         resident=resident,
         trainable=head.trainable,
+        given_dtype=head.given_dtype or head.master_dtype,
     )
 
 

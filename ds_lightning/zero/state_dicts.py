@@ -116,7 +116,10 @@ class StateDicts:
             if not self._is_current(unit.index):
                 slot = unit.slots[place]
                 full = self._values.full_values(unit.index)
-                destination[prefix + local] = full[slot.start : slot.stop].view(slot.shape).clone()
+                value = full[slot.start : slot.stop].view(slot.shape)
+                destination[prefix + local] = value.to(unit.saved_dtype, copy=True)
+            elif unit.saved_dtype != unit.dtype and not self._residency.units[unit.index].pins:
+                destination[prefix + local] = destination[prefix + local].to(unit.saved_dtype)
 
     @contextmanager
     def collected(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
