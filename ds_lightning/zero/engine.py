@@ -239,6 +239,11 @@ class ZeroEngine:
                 if any(slot.group in groups for slot in gradients.unit.slots)
             )
 
+    def rounded(self) -> set[str]:
+        """Parameters that were given in fp32 and are frozen, so that only their 16-bit values are kept."""
+        narrow = (b.unit for b in self.units.values() if b.unit.saved_dtype != b.unit.master_dtype)
+        return {slot.name for unit in narrow for slot in unit.slots}
+
     def _tell_of_rounding(self, layout: Layout) -> None:
         """Once: what was given in fp32 is kept in 16 bit."""
         narrow = [unit for unit in layout.units if unit.saved_dtype != unit.master_dtype]
