@@ -28,6 +28,7 @@ from ds_lightning.checkpoint.saver import CheckpointSaver, complete
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import ResolvedConfig
 from ds_lightning.errors import CheckpointError, ConfigError
+from ds_lightning.schedules.base import Schedule
 from ds_lightning.topology import Topology
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction
@@ -338,6 +339,7 @@ class Checkpointing(DDPStrategy):
         saved = checkpoint["optimizer_states"]
         if checkpoint.get("ds_lightning", {}).get("weights_alone"):
             return
+        self._keep_schedules(checkpoint)
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -361,6 +363,18 @@ class Checkpointing(DDPStrategy):
             if fresh:
                 tell(f"{type(optimizer).__name__} begins without a state for {', '.join(fresh)}")
         self._load_masters(checkpoint["state_dict"], rounded - self.engine.rounded())
+
+    def _keep_schedules(self, checkpoint: Mapping[str, Any]) -> None:
+        """Drop states of DeepSpeed's schedules, which Lightning loads next, where no schedule here understands them."""
+        saved = checkpoint.get("lr_schedulers", [])
+        schedules = (config.scheduler for config in self.lr_scheduler_configs)
+        known = [isinstance(schedule, Schedule) for schedule in schedules]
+        known += [True] * (len(saved) - len(known))  # nothing takes it
+        fitting = [state for state, ours in zip(saved, known, strict=False) if ours or "last_epoch" in state]
+        if len(fitting) < len(saved):
+            tell("the state of DeepSpeed's scheduler is not taken over: schedulers of this run begin anew")
+            assert isinstance(checkpoint, dict)
+            checkpoint["lr_schedulers"] = fitting
 
     def _load_masters(self, saved: Mapping[str, Any], names: set[str]) -> None:
         """Load parameters again that had no masters when the weights were loaded, because they were frozen then."""

@@ -73,9 +73,7 @@ def main() -> None:
         held[stage] = trainer.strategy.model_state_bytes()
 
     module = Tuning(args.base, args.rank, args.layers, args.width)
-    trainer = Trainer(
-        strategy=dsl.ZeroStrategy(stage=args.stage, exclude_frozen=True), max_steps=args.steps, **common
-    )
+    trainer = Trainer(strategy=dsl.ZeroStrategy(stage=args.stage, exclude_frozen=True), max_steps=args.steps, **common)
     trainer.fit(module, data)
     trainer.save_checkpoint("adapters.ckpt")
     loss = trainer.callback_metrics["loss"]
