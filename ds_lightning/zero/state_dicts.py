@@ -83,7 +83,7 @@ class StateDicts:
                 buffers.full[slot.start : slot.stop].copy_(flat_range(source, 0, slot.numel))
                 torch.autograd.graph.increment_version(parameter)
             start, stop = max(slot.start, buffers.start), min(slot.stop, buffers.stop)
-            if stop > start:
+            if stop > start and not buffers.aliased:  # else these are the values that have just been copied
                 buffers.write_master(start, flat_range(source, start - slot.start, stop - slot.start))
         self._values.forget(index)
         return parameter

@@ -152,6 +152,29 @@ def test_states_of_the_module_are_in_the_dtype_that_the_user_gave(stage):
     run_ranks(check_shown, 2, stage)
 
 
+def check_evaluation():
+    """An evaluation before training: nothing is in an optimizer yet, and only what is frozen loses its fp32 values."""
+    torch.manual_seed(0)
+    module = models.FrozenHalf()
+    given = {name: value.clone() for name, value in module.state_dict().items()}
+    frozen = {name for name, p in module.named_parameters() if p.ndim > 1 and not p.requires_grad}
+    engine = make_engine(module, [], 3, precision="bf16")
+    assert engine.rounded() == frozen
+    with torch.no_grad(), engine.passes.step_scope():
+        micro_loss(module, BF16, 0, 0, 0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    engine.set_optimizers([optimizer])
+    assert engine.rounded() == frozen
+    forward_backward(engine, BF16, 0, 0)
+    optimizer.step()
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, given[name].bfloat16().float() if name in frozen else given[name]), name
+
+
+def test_an_evaluation_before_training_rounds_nothing_that_is_to_be_trained():
+    run_ranks(check_evaluation, 2)
+
+
 # Freezing and unfreezing ----------------------------------------------------------------------------------------------
 
 
