@@ -14,7 +14,6 @@ UNSUPPORTED = {
     "amp": {"amp.enabled"},
     "autotuning": {"autotuning.enabled"},
     "data_efficiency": {"data_efficiency.enabled"},
-    "full_zero3_nvme": {"flops_profiler.enabled"},
     "minimal_fp16": set(),
     "onebit_adam": {"optimizer.type"},
     "onebit_lamb": {"optimizer.type"},
