@@ -45,5 +45,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("dequantize", &dsl::cuda::dequantize, release(), py::arg("src_ptr"), py::arg("scales_ptr"),
         py::arg("dst_ptr"), py::arg("numel"), py::arg("block"), py::arg("bits"),
         py::arg("dst_dtype"), py::arg("accumulate"), py::arg("stream"));
+  m.def("round_stochastic", &dsl::cuda::round_stochastic, release(), py::arg("src_ptr"),
+        py::arg("dst_ptr"), py::arg("numel"), py::arg("dst_dtype"), py::arg("seed"),
+        py::arg("stream"));
   m.def("device_count", &dsl::cuda::device_count, release());
 }

@@ -55,6 +55,10 @@ void sgd(const Pointers& params, const Pointers& grads, const Pointers& momentum
          double dampening, bool nesterov, double weight_decay, bool first, double grad_scale,
          std::uintptr_t stream, std::uintptr_t grad_scale_ptr);
 
+// As dsl::round_stochastic of the CPU.
+void round_stochastic(std::uintptr_t src, std::uintptr_t dst, std::size_t numel,
+                      const std::string& dst_dtype, std::uint32_t seed, std::uintptr_t stream);
+
 // As dsl::pack_signs and dsl::unpack_signs of the CPU; scale is also multiplied by the fp32 scalar
 // on the device at scale_ptr unless that is 0.
 void pack_signs(std::uintptr_t src, std::uintptr_t dst, std::size_t numel,
