@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 _LAZY = {
     "Adagrad": "adagrad",
     "Adam": "adam",
+    "Adam8bit": "adam8bit",
     "AdamW": "adam",
+    "AdamW8bit": "adam8bit",
     "CPUAdagrad": "adagrad",
     "CPUAdam": "adam",
     "CPULion": "lion",
@@ -25,6 +27,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
     from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+    from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
     from ds_lightning.optim.lion import CPULion, FusedLion, Lion
     from ds_lightning.optim.native import NativeOptimizer
     from ds_lightning.optim.sgd import SGD
@@ -33,7 +36,9 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",

@@ -13,15 +13,29 @@ from ds_lightning.errors import ConfigError
 from ds_lightning.ops.optim import has_kernel
 from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
 from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
 from ds_lightning.optim.lion import CPULion, FusedLion, Lion
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sgd import SGD
 
 _OURS: dict[str, type[NativeOptimizer]] = {
     cls.__name__.lower(): cls
-    for cls in (Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD)
+    for cls in (
+        Adam,
+        AdamW,
+        FusedAdam,
+        CPUAdam,
+        Adam8bit,
+        AdamW8bit,
+        Lion,
+        FusedLion,
+        CPULion,
+        Adagrad,
+        CPUAdagrad,
+        SGD,
+    )
 }
-_OPS = {"adam": Adam, "lion": Lion, "adagrad": Adagrad, "sgd": SGD}
+_OPS = {"adam8bit": Adam8bit, "adam": Adam, "lion": Lion, "adagrad": Adagrad, "sgd": SGD}
 _TORCH_ONLY = frozenset(
     {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 )
@@ -58,7 +72,7 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[n
         theirs, rest = _of_torch(ours, arguments)
         if theirs is not None and (wanted or not _OURS_ONLY.keys() & rest.keys()):
             cls, arguments = theirs, rest
-    if ours is not None and cls is ours and issubclass(ours, AdamW):
+    if ours is not None and cls is ours and issubclass(ours, (AdamW, AdamW8bit)):
         arguments.pop("adam_w_mode", None)  # DeepSpeed's does not look at it either
     assert cls is not None
     try:

@@ -18,7 +18,7 @@ _TYPES: dict[str, Any] = {
     ),
     **dict.fromkeys(("muon_lr", "adam_lr", "alpha", "initial_accumulator_value", "momentum_decay"), float),
     **dict.fromkeys(("freeze_step", "var_freeze_step", "var_update_scaler"), int),
-    **dict.fromkeys(("local_step_scaler", "local_step_clipper"), int),
+    **dict.fromkeys(("local_step_scaler", "local_step_clipper", "block_size"), int),
     **dict.fromkeys(
         ("bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "set_grad_none", "cuda_aware"),
         bool,
@@ -33,6 +33,7 @@ _ADAM = (
     "lr betas eps weight_decay bias_correction amsgrad torch_adam adam_w_mode set_grad_none "
     f"capturable moment_dtype fp32_optimizer_states decoupled_weight_decay {_TORCH_SWITCHES}"
 )
+_ADAM_8BIT = "lr betas eps weight_decay bias_correction adam_w_mode set_grad_none block_size"
 _ADAGRAD = f"lr eps weight_decay amsgrad lr_decay initial_accumulator_value moment_dtype {_TORCH_SWITCHES}"
 _LION = "lr betas weight_decay set_grad_none moment_dtype"
 _LAMB = "lr betas eps eps_inside_sqrt weight_decay max_coeff min_coeff bias_correction amsgrad set_grad_none"
@@ -44,6 +45,8 @@ _BUILTIN_PARAMS = {
     "AdamW": _ADAM,
     "CPUAdam": _ADAM,
     "FusedAdam": _ADAM,
+    "Adam8bit": _ADAM_8BIT,
+    "AdamW8bit": _ADAM_8BIT,
     "Adagrad": _ADAGRAD,
     "CPUAdagrad": _ADAGRAD,
     "Lamb": _LAMB,
