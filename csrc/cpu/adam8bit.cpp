@@ -34,18 +34,42 @@ DSL_INLINE float scale_of(std::uint32_t largest) {
   return largest < 0x00800000u ? 0.0f : bit_cast<float>(largest);
 }
 
-// x in [0, 1], stretched so that decade i begins at 2^i. Comparisons become vector masks; a table
-// would be read element by element.
+// See [Note: a line per decade].
 DSL_INLINE float stretched(float x) {
   float slope = kDynamicMap.slopes[0];
   float offset = kDynamicMap.offsets[0];
 #pragma GCC unroll 6
   for (int i = 1; i < kDecades; ++i) {
-    const bool beyond = x >= kDynamicMap.ends[i - 1];
+    const bool beyond = x >= kDynamicMap.powers[i - 1];
     slope = beyond ? kDynamicMap.slopes[i] : slope;
     offset = beyond ? kDynamicMap.offsets[i] : offset;
   }
   return x * slope + offset;
+}
+
+DSL_INLINE float shrunk(float y) {
+  const float fraction = bit_cast<float>((bit_cast<std::uint32_t>(y) & 0x007fffffu) | 0x3f800000u);
+  float power = kDynamicMap.powers[0];
+#pragma GCC unroll 6
+  for (int i = 1; i < kDecades; ++i) {
+    power = y >= static_cast<float>(1 << i) ? kDynamicMap.powers[i] : power;
+  }
+  return power * (0.9f * fraction - 0.8f);
+}
+
+// The middle of a bin.
+DSL_INLINE float signed_value(std::int32_t code) {
+  const std::int32_t bin = code < 0 ? -code : code;
+  float x = shrunk(static_cast<float>(bin) + 0.5f);
+  x = bin == 127 ? 1.0f : x;
+  x = bin == 0 ? 0.0f : x;
+  return code < 0 ? -x : x;
+}
+
+DSL_INLINE float unsigned_value(std::int32_t code) {
+  float x = shrunk(static_cast<float>(code) * 0.5f + 0.75f);
+  x = code == 255 ? 1.0f : x;
+  return code == 0 ? 0.0f : x;
 }
 
 DSL_INLINE std::int8_t signed_code(float m, float inverse) {
@@ -83,10 +107,8 @@ struct UpdateBlock {
     const float first_scale = load_raw<float>(block.first_scale, 0);
     const float second_scale = load_raw<float>(block.second_scale, 0);
     for (std::size_t i = 0; i < numel; ++i) {
-      const int code = first[i];
-      const float magnitude = kDynamicMap.of_signed[code < 0 ? -code : code];
-      m[i] = (code < 0 ? -magnitude : magnitude) * first_scale;
-      v[i] = kDynamicMap.of_unsigned[second[i]] * second_scale;
+      m[i] = signed_value(first[i]) * first_scale;
+      v[i] = unsigned_value(second[i]) * second_scale;
     }
     std::uint32_t largest_m = 0;
     std::uint32_t largest_v = 0;

@@ -125,30 +125,27 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, blocks: Blocks, start: int 
     return values.mul_(scales.repeat_interleave(lengths))
 
 
-def magnitudes(signed: bool) -> Tensor:
-    """What the codes from 0 on stand for, in fp64: `[128]` or `[256]`."""
-    values = [0.0]
-    for decade in range(_DECADES):
-        bins = 2**decade if signed else 2 ** (decade + 1)
-        values += [_POWERS[decade] * (0.1 + 0.9 * (k + 0.5) / bins) for k in range(bins)]
-    if signed:
-        values[-1] = 1.0
-    else:
-        values.append(1.0)
-    return torch.tensor(values, dtype=torch.float64)
-
-
 @cache
 def _signed_map() -> Tensor:
-    """fp32, `[255]`, from -1 to 1."""
-    values = magnitudes(signed=True).float()
+    """What codes stand for, fp32, `[255]`, from -1 to 1."""
+    values = _middles(torch.arange(128) + 0.5)
+    values[0], values[127] = 0.0, 1.0
     return torch.cat([-values[1:].flip(0), values])
 
 
 @cache
 def _unsigned_map() -> Tensor:
-    """fp32, `[256]`, from 0 to 1."""
-    return magnitudes(signed=False).float()
+    """What codes stand for, fp32, `[256]`, from 0 to 1."""
+    values = _middles(torch.arange(256) * 0.5 + 0.75)
+    values[0], values[255] = 0.0, 1.0
+    return values
+
+
+def _middles(stretched: Tensor) -> Tensor:
+    """The inverse of the lines below, in the kernels' arithmetic: decade and place by exponent and fraction."""
+    half, exponent = stretched.frexp()
+    decade = (exponent - 1).clamp(0, _DECADES - 1).long()
+    return torch.tensor(_POWERS)[decade] * (half * 2 * 0.9 - 0.8)
 
 
 @cache

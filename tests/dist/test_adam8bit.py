@@ -1,7 +1,5 @@
 """Moments of 8 bits on shards: blocks are the same at every stage, and loading gives back the same bits."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +31,7 @@ def check_stages(make, alone):
     for stage in (0, 1, 2, 3):
         for tile in (2**62, 40):
             same(train(make, stage, RECIPE, tile=tile).values, wanted)
-    same(train(make, 2, RECIPE, offload=OffloadPolicy(optimizer=Home("cpu"))).values, wanted)
+    same(train(make, 2, RECIPE, offload=OffloadPolicy(optimizer=Home.HOST)).values, wanted)
 
 
 # One parameter never has a gradient: runs are cut. In `Sizes` parameters have all kinds of sizes.
@@ -70,7 +68,7 @@ def check_resuming(make, before, after):
     steps(engine, optimizer, range(2))
     state, codes = optimizer.state_dict(), encoded(engine)
     weights = full_values(engine)
-    full = dsl.full_optimizer_state(next(iter(module.parameters())), "exp_avg_sq")
+    full = dsl.full_optimizer_state(optimizer.param_groups[0]["params"][0], "exp_avg_sq")
     steps(engine, optimizer, range(2, 4))
     wanted = full_values(engine)
     engine.dissolve()
@@ -91,23 +89,15 @@ def check_resuming(make, before, after):
     same(full_values(engine), wanted)
     engine.dissolve()
 
-    plain = torch.optim.AdamW(make().parameters(), lr=0.01)
-    plain.load_state_dict({"state": state["state"], "param_groups": [_merged(state)]})
 
 
-def _merged(state):
-    first = state["param_groups"][0]
-    return {**first, "params": [number for group in state["param_groups"] for number in group["params"]]}
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 0), (0, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 0)])
 def test_a_loaded_state_has_the_same_bits_and_training_goes_on_with_them(before, after):
-    run_ranks(check_resuming, 2, models.Sizes, before, after)
+    run_ranks(check_resuming, 2, models.UnusedEverywhere, before, after)
 
 
 def check_memory():
-    # Parameters as large as those of real models, by their size over that of a block.
-    module, optimizer, engine = start(partial(models.Toy), 2)
+    module, optimizer, engine = start(models.Toy, 2)
     steps(engine, optimizer, range(1))
     sharded = engine.optimizers[0]
     elements = sum(run.stop - run.start for run in sharded.runs)
@@ -122,7 +112,7 @@ def test_states_take_two_bytes_per_element_and_eight_per_block():
 
 def check_refused_on_disk(folder):
     module, optimizer = build(models.Toy, RECIPE, dist.get_rank())
-    policy = OffloadPolicy(optimizer=Home("nvme"), nvme_path=folder)
+    policy = OffloadPolicy(optimizer=Home.DISK, optimizer_path=folder, smallest=0)
     with pytest.raises(ConfigError, match="AdamW8bit keeps encoded states.*offload_optimizer.device: cpu"):
         make_engine(module, [optimizer], 2, offload=policy)
 
