@@ -221,6 +221,9 @@ class _Reader:
             self.given.add(path)
             values[item.name] = coerce(item.value, hint).value
             self._note(path, item.value, "ignored", rule.remark)
+        elif rule.selectors is not None:
+            self.given.add(path)
+            values[item.name] = self._rows_of_params(item.value, path, rule, _kind(cls, siblings))
         elif rule.params is not None:
             self.given.add(path)
             values[item.name] = self._params(item.value, path, rule, _kind(cls, siblings))
@@ -270,6 +273,51 @@ class _Reader:
                 hint = optimizer_param_type(name) if known is None else known[name]
                 params.update(self._param(here, name, item, hint))
         return params
+
+    def _rows_of_params(self, value: Any, path: str, rule: Key, kind: str | None) -> list[dict[str, Any]]:
+        """A list of blocks of free arguments, or an object of them by name."""
+        assert rule.params is not None
+        assert rule.selectors is not None
+        if isinstance(value, Mapping):
+            named = [(name, {"name": name, **row} if isinstance(row, Mapping) else row) for name, row in value.items()]
+        elif isinstance(value, list | tuple):
+            named = [(str(place), row) for place, row in enumerate(value)]
+        else:
+            raise ValueError(f"expected a list of objects, got {shown(value)}")
+        known = rule.params(kind)
+        known = None if known is None else {**rule.selectors, **known}
+        rows = []
+        for name, row in named:
+            here = f"{path}.{name}"
+            if not isinstance(row, Mapping):
+                self._fail(here, row, f"expected an object, got {shown(row)}")
+                continue
+            rows.append(self._row_of_params(row, here, rule, known, kind))
+        return rows
+
+    def _row_of_params(
+        self, row: Mapping[str, Any], path: str, rule: Key, known: Mapping[str, Any] | None, kind: str | None
+    ) -> dict[str, Any]:
+        assert rule.selectors is not None
+        found: dict[str, Any] = {}
+        for name, item in row.items():
+            here = f"{path}.{name}"
+            if known is not None and name not in known:
+                self._fail(here, item, _unknown_argument(name, known, kind, path))
+            elif item is None:
+                self._note(here, None, "used", _NULL)
+            elif _is_auto(item):
+                self._fail(here, item, "'auto' is for optimizer.params; leave it out, and the group has that value")
+            else:
+                hint = rule.selectors.get(name) or (optimizer_param_type(name) if known is None else known[name])
+                mark = len(self.entries)
+                found.update(self._param(here, name, item, hint))
+                for place in range(mark, len(self.entries)):
+                    entry = self.entries[place]
+                    if entry.status == "used":
+                        remark = "; ".join(text for text in (entry.remark, rule.remark) if text)
+                        self.entries[place] = replace(entry, remark=remark)
+        return found
 
     def _param(self, path: str, name: str, value: Any, hint: Any) -> dict[str, Any]:
         """The argument under its name; nothing when its value is wrong."""
@@ -325,7 +373,7 @@ def _inherited(rule: Key, parent: Key) -> Key:
     """The rule of a key inside a block that is itself inert or ignored."""
     if parent.status == "used" or rule.status != "used":
         return rule
-    return Key(rule.doc, rule.limits, rule.renamed, rule.stages, parent.status, parent.remark, rule.params)
+    return replace(rule, status=parent.status, remark=parent.remark)
 
 
 def _kind(cls: type[Block], siblings: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ds_lightning as dsl
+from ds_lightning.demo import ByteGPT, StdlibText
 from ds_lightning.errors import ConfigError, NativeOpError
 from ds_lightning.ops.adam8bit import adam8bit
 from ds_lightning.ops.blocks import Blocks, dequantize_blocks, quantize_blocks
@@ -285,19 +286,27 @@ def fresh():
     return [nn.Parameter(torch.randn(*shape, generator=generator) / math.sqrt(shape[0])) for shape in shapes]
 
 
-def test_training_follows_that_with_moments_of_32_bits():
-    found = []
-    for optimizer in (torch.optim.AdamW, dsl.optim.AdamW8bit):
-        torch.manual_seed(0)
-        model = ByteGPT(layers=2, width=64, heads=2, block_size=32)
-        data = StdlibText(batch_size=16, block_size=32, held_out_windows=64)
-        data.prepare_data()
-        data.setup("fit")
-        used = optimizer(model.parameters(), lr=2e-3, weight_decay=0.1)
-        for _, batch in zip(range(60), data.train_dataloader(), strict=False):
-            used.zero_grad()
-            model.training_step(batch, 0).backward()
-            used.step()
+def held_out_loss(cls, steps=60):
+    torch.manual_seed(0)
+    model = ByteGPT(layers=2, width=64, heads=2, block_size=32)
+    model.log = lambda *args, **rest: None
+    data = StdlibText(batch_size=16, block_size=32, held_out_windows=64, max_megabytes=1)
+    optimizer = cls(model.parameters(), lr=2e-3, weight_decay=0.1)
+    for _, batch in zip(range(steps), data.train_dataloader(), strict=False):
+        optimizer.zero_grad()
+        model.training_step(batch, 0).backward()
+        optimizer.step()
+    with torch.no_grad():
+        losses = [model.training_step(batch, 0).item() for batch in data.val_dataloader()]
+    return sum(losses) / len(losses)
+
+
+def test_the_demo_model_learns_as_with_moments_of_32_bits():
+    wanted = held_out_loss(torch.optim.AdamW)
+    assert wanted < 3.0
+    assert held_out_loss(dsl.optim.AdamW8bit) == pytest.approx(wanted, rel=0.01)
+
+
 def test_a_state_is_exchanged_with_torch_and_comes_back_with_the_same_bits():
     parameters = fresh()
     optimizer = dsl.optim.AdamW8bit([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.02}])

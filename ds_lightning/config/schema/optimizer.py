@@ -121,6 +121,30 @@ def optimizer_params(kind: str | None) -> Mapping[str, Any] | None:
     return {name: _TYPES[name] for name in [*_BUILTIN_PARAMS[kind].split(), "max_grad_norm"]}
 
 
+GROUP_SELECTORS: Mapping[str, Any] = {
+    "name": str,
+    "names": list[str],
+    "modules": list[str],
+    "max_ndim": int,
+}
+"""Keys of a block of `optimizer.param_groups` that say which parameters it is about; all others are their values."""
+
+_NOT_PER_GROUP = (
+    "torch_adam",
+    "adam_w_mode",
+    "set_grad_none",
+    "fp32_optimizer_states",
+    "max_grad_norm",
+    "moment_dtype",
+)
+
+
+def group_params(kind: str | None) -> Mapping[str, Any] | None:
+    """Names and types of the values of a parameter group; None when every name may be right."""
+    known = optimizer_params(kind)
+    return None if known is None else {name: hint for name, hint in known.items() if name not in _NOT_PER_GROUP}
+
+
 def optimizer_param_type(name: str) -> Any:
     """The type of an optimizer parameter by its usual name; Any for an unusual one."""
     return _TYPES.get(name, Any)
@@ -146,6 +170,13 @@ class OptimizerConfig(Block):
         open_choices=True,
     )
     params: dict[str, Any] = key(dict, "Its arguments.", params=optimizer_params)
+    param_groups: list[dict[str, Any]] = key(
+        list,
+        "Parameters with other values than `params`: blocks with names, modules or max_ndim.",
+        params=group_params,
+        selectors=GROUP_SELECTORS,
+        remark="ours, DeepSpeed does not know it",
+    )
     legacy_fusion: bool = key(False, "Old fusion of loss scaling.", status="inert", remark="one implementation here")
 
 
