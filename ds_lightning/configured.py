@@ -15,7 +15,7 @@ from ds_lightning.config import Facts, resolve
 from ds_lightning.config.deepspeed import ParsedConfig
 from ds_lightning.errors import ConfigError
 from ds_lightning.optim.from_config import build_optimizer
-from ds_lightning.optim.param_groups import HOOK, groups_of_module, param_groups
+from ds_lightning.optim.groups import HOOK, groups_of_module, param_groups
 from ds_lightning.schedules.from_config import build_schedule
 
 

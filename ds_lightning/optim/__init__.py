@@ -22,12 +22,14 @@ _LAZY = {
     "Lion": "lion",
     "NativeOptimizer": "native",
     "SGD": "sgd",
+    "param_groups": "groups",
 }
 
 if TYPE_CHECKING:
     from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
     from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
     from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
+    from ds_lightning.optim.groups import param_groups
     from ds_lightning.optim.lion import CPULion, FusedLion, Lion
     from ds_lightning.optim.native import NativeOptimizer
     from ds_lightning.optim.sgd import SGD
@@ -46,6 +48,7 @@ __all__ = [
     "FusedLion",
     "Lion",
     "NativeOptimizer",
+    "param_groups",
 ]
 
 

@@ -14,9 +14,9 @@ from ds_lightning.ops.optim import has_kernel
 from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
 from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
 from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
+from ds_lightning.optim.groups import check_values
 from ds_lightning.optim.lion import CPULion, FusedLion, Lion
 from ds_lightning.optim.native import NativeOptimizer
-from ds_lightning.optim.param_groups import check_values
 from ds_lightning.optim.sgd import SGD
 
 _OURS: dict[str, type[NativeOptimizer]] = {
