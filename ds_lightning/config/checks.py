@@ -11,6 +11,7 @@ from ds_lightning.config.schema.optimizer import (
     BUILTIN_OPTIMIZERS,
     BUILTIN_SCHEDULES,
     COMPRESSED_OPTIMIZERS,
+    ENCODED_OPTIMIZERS,
     TORCH_OPTIMIZERS,
 )
 from ds_lightning.config.suggest import did_you_mean, listed
@@ -159,6 +160,15 @@ def _nvme(config: DeepSpeedConfig, given: Given) -> Problems:
             )
 
 
+def _encoded_states(config: DeepSpeedConfig, given: Given) -> Problems:
+    kind = config.optimizer.type
+    if kind in ENCODED_OPTIMIZERS and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"nvme does not hold the encoded states of {kind}; use cpu (they are small), or {kind[:-4]}",
+        )
+
+
 def _elasticity(config: DeepSpeedConfig, given: Given) -> Problems:
     block = config.elasticity
     if not block.enabled:
@@ -260,6 +270,7 @@ _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
     _scheduler,
     _activation,
     _nvme,
+    _encoded_states,
     _elasticity,
     _removed,
 )

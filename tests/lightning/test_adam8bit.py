@@ -12,7 +12,8 @@ import torch
 import ds_lightning as dsl
 from tests.lightning import common
 from tests.lightning.common import Net, fit, make_trainer, weights, zero
-from tests.lightning.test_configuration import WithoutOptimizer
+from tests.lightning.test_configuration import WithoutOptimizer, message_of
+from tests.lightning.test_schedulers import LateGroup
 from tests.pool import run_ranks
 
 ADAM = {"type": "AdamW8bit", "params": {"lr": 0.01, "weight_decay": 0.1, "block_size": 8}}
@@ -96,6 +97,27 @@ def test_a_checkpoint_is_that_of_torch_and_loads_on_other_numbers_of_ranks(tmp_p
         plain.step()
 
 
+def check_late_group() -> None:
+    """Units are laid out anew while there are states."""
+
+    def all_but_gain(module: Any) -> Any:
+        parameters = [p for name, p in module.named_parameters() if name != "gain"]
+        return dsl.optim.AdamW8bit(parameters, lr=0.01, block_size=8)
+
+    found = []
+    for stage in common.STAGES:
+        module = Net(all_but_gain)
+        fit(module, zero(stage), callbacks=[LateGroup()], max_epochs=3)
+        found.append(weights(module))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], found[0][name]) for name in other)
+    assert found[0]["gain"] != 1.5
+
+
+def test_a_group_that_is_added_during_training_trains_to_the_same_bits_at_all_stages():
+    run_ranks(check_late_group, 2)
+
+
 def check_from_torch(folder: str) -> None:
     path = f"{folder}/fp32.ckpt"
     fit(Net(common.adamw), "ddp").save_checkpoint(path)
@@ -110,3 +132,10 @@ def check_from_torch(folder: str) -> None:
 
 def test_a_run_of_torch_goes_on_with_8_bits(tmp_path):
     run_ranks(check_from_torch, 2, str(tmp_path))
+
+
+def test_nvme_is_refused_before_anything_is_made(tmp_path):
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = {"optimizer": ADAM, "zero_optimization": {"stage": 2, **offload}}
+    (found,) = run_ranks(message_of, 1, config, None, WithoutOptimizer)
+    assert "offload_optimizer.device: nvme does not hold the encoded states of AdamW8bit; use cpu" in found

@@ -68,6 +68,7 @@ TORCH_OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
 )
+ENCODED_OPTIMIZERS = ("Adam8bit", "AdamW8bit")
 COMPRESSED_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 _WARMUP: dict[str, Any] = {"warmup_num_steps": int, "warmup_type": str, "last_batch_iteration": int}
