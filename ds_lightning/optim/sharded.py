@@ -71,6 +71,11 @@ class Run:
         return self.gradients.read(self.start, self.stop).view(self.shape)
 
     @property
+    def foreign(self) -> bool:
+        """Whether the gradient has another dtype than the parameter, so that torch does not take it for `p.grad`."""
+        return self.gradients.kept != self.gradients.unit.master_dtype
+
+    @property
     def published(self) -> torch.Tensor | None:
         """Where new values must be copied to in memory, 1-D, in the compute dtype; None where they need not."""
         return self.gradients.buffers.published(self.start, self.stop)
@@ -247,11 +252,18 @@ class ShardedOptimizer:
         apart: list[Run] = []
         for run in runs:
             (apart if run.gradients.home is not None and run.gradients.home.steps_apart else near).append(run)
-        for run in near:
-            run.parameter.grad = run.gradient
+        self.attach(near)
         self.show(near)
         self._near = near
         return apart
+
+    def attach(self, runs: Sequence[Run]) -> None:
+        """Let the parameters of these runs have their gradients; `apart.prepare` gives a native step the others."""
+        for run in runs:
+            if not run.foreign:
+                run.parameter.grad = run.gradient
+            elif not isinstance(self.optimizer, NativeOptimizer):
+                run.parameter.grad = run.gradient.to(run.parameter.dtype)
 
     def show(self, runs: Sequence[Run]) -> None:
         """Let the groups hold these runs, in a step."""
