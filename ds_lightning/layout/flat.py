@@ -7,6 +7,7 @@ are therefore the same at every stage, bit for bit.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -123,6 +124,33 @@ class Unit:
             else:
                 pieces.append(Piece(slot.group, lo, hi, (index,)))
         return pieces
+
+    def block_borders(self, start: int, stop: int, size: int) -> list[int]:
+        """Where the range `[start, stop)` is cut into segments for states that are encoded in blocks, from 0.
+
+        A block never reaches into another slot or another rank's part, and within a slot blocks begin at multiples of
+        `size` wherever these parts lie: the blocks of a range are the same at every stage, and few of them change with
+        the world size. A segment is what one row of blocks of `size` elements covers, the last one cut short.
+        """
+        borders = {start, stop}
+        first = bisect_right(self.slots, start, key=lambda slot: slot.start) - 1
+        for slot in self.slots[max(first, 0) :]:
+            if slot.start >= stop:
+                break
+            borders.add(max(slot.start, start))
+            lo, hi = max(slot.start, start), min(slot.end, stop)
+            for cut in (lo, *range(-(-(lo + 1) // self.chunk) * self.chunk, hi, self.chunk)):
+                borders.add(cut)
+                next_block = slot.start - (slot.start - cut) // size * size
+                if next_block < hi:
+                    borders.add(next_block)
+        return sorted(border - start for border in borders)
+
+    def block_cut(self, start: int, stop: int, size: int) -> int:
+        """The last place in `(start, stop]` at which a block of some slot begins, else the first one behind `stop`."""
+        slot = self.slots[max(bisect_right(self.slots, stop, key=lambda slot: slot.start) - 1, 0)]
+        cut = slot.start + max(stop - slot.start, 0) // size * size
+        return cut if cut > start else min(cut + size, slot.end)
 
 
 @dataclass(frozen=True, slots=True)
