@@ -16,16 +16,23 @@ _LAZY = {
     "CPUAdam": "adam",
     "CPULion": "lion",
     "FusedAdam": "adam",
+    "FusedLamb": "lamb",
     "FusedLion": "lion",
+    "Lamb": "lamb",
     "Lion": "lion",
+    "Muon": "muon",
     "NativeOptimizer": "native",
     "SGD": "sgd",
+    "muon_groups": "muon_groups",
 }
 
 if TYPE_CHECKING:
     from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
     from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+    from ds_lightning.optim.lamb import FusedLamb, Lamb
     from ds_lightning.optim.lion import CPULion, FusedLion, Lion
+    from ds_lightning.optim.muon import Muon
+    from ds_lightning.optim.muon_groups import muon_groups
     from ds_lightning.optim.native import NativeOptimizer
     from ds_lightning.optim.sgd import SGD
 
@@ -38,9 +45,13 @@ __all__ = [
     "CPUAdam",
     "CPULion",
     "FusedAdam",
+    "FusedLamb",
     "FusedLion",
+    "Lamb",
     "Lion",
+    "Muon",
     "NativeOptimizer",
+    "muon_groups",
 ]
 
 

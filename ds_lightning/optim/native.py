@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_lightning.errors import ConfigError
 from ds_lightning.ops.optim import increment
+from ds_lightning.optim.parts import Parts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TORCH_ONLY = frozenset({"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"})
@@ -23,6 +24,7 @@ class Preparation:
     grad_scale: float = 1.0
     copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
     gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    parts: Parts | None = None
 
 
 _NOTHING = Preparation()
@@ -74,6 +76,9 @@ class NativeOptimizer(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
     """Keys of the states with one value per element."""
 
+    needs_parts: ClassVar[bool] = False
+    """Whether a step looks at whole parameters, and so must know which of them lie in the tensors of the groups."""
+
     _preparation: Preparation = _NOTHING
 
     def __init__(
@@ -94,6 +99,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         grad_scale: float = 1.0,
         copies: Mapping[Tensor, Tensor] | None = None,
         gradients: Mapping[Tensor, Tensor] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """Have the next `step()`, and no later one, do more in its pass over memory.
 
@@ -103,8 +109,10 @@ class NativeOptimizer(torch.optim.Optimizer):
                 updated values.
             gradients: what to use instead of `p.grad`, by parameter; they may be of 16 bits, which torch does not
                 accept as `p.grad` of an fp32 parameter.
+            parts: which parameters lie where in the tensors of the groups, for optimizers that look at whole ones;
+                None: each tensor is a parameter.
         """
-        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {})
+        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {}, parts)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,10 +131,14 @@ class NativeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             self._refuse(group)
-            slices = self._slices(group, preparation)
-            if slices.params:
-                self._step(group, slices, preparation.grad_scale)
+        self._step_groups([self._slices(group, preparation) for group in self.param_groups], preparation)
         return loss
+
+    def _step_groups(self, slices: Sequence[Slices], preparation: Preparation) -> None:
+        """Update the parameters of all groups."""
+        for group, part in zip(self.param_groups, slices, strict=True):
+            if part.params:
+                self._step(group, part, preparation.grad_scale)
 
     def _step(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
         """Update the parameters of one group."""
