@@ -75,7 +75,6 @@ PLANNED = (
     Row("data_efficiency.enabled", _true, _SWITCH_OFF),
     Row("autotuning.enabled", _true, _SWITCH_OFF),
     Row("elasticity.enabled", _true, _SWITCH_OFF),
-    Row("flops_profiler.enabled", _true, "use Lightning's profilers"),
     Row("tensorboard.enabled", _true, _LOGGERS),
     Row("csv_monitor.enabled", _true, _LOGGERS),
     Row("wandb.enabled", _true, _LOGGERS),
