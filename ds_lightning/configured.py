@@ -92,7 +92,7 @@ def _with_optimizer(module: pl.LightningModule, parsed: ParsedConfig, facts: Cal
         return _of_module(module)
     params = resolve(parsed, facts(Made([], []))).optimizer.params or {}
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Made([build_optimizer(block.type, params, parameters)], [])
+    return Made([build_optimizer(block.type, params, parameters, module)], [])
 
 
 def _of_module(module: pl.LightningModule) -> Made:

@@ -34,7 +34,7 @@ _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
 _PLANNED_OPTIMIZERS = frozenset(
-    {"Lamb", "FusedLamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"}
+    {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}
 )
 
 PLANNED = (
@@ -50,7 +50,7 @@ PLANNED = (
     Row(
         "optimizer.type",
         lambda name: name in _PLANNED_OPTIMIZERS,
-        "use Adam, AdamW, Lion, Adagrad, SGD or another optimizer of torch.optim",
+        "use Adam, AdamW, Lion, Adagrad, Lamb, Muon, SGD or another optimizer of torch.optim",
     ),
     Row("fp16.fp16_master_weights_and_grads", _true, _SWITCH_OFF),
     Row("bf16.immediate_grad_update", _true, _SWITCH_OFF),

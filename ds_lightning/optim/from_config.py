@@ -13,13 +13,20 @@ from ds_lightning.errors import ConfigError
 from ds_lightning.ops.optim import has_kernel
 from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
 from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+from ds_lightning.optim.lamb import FusedLamb, Lamb
 from ds_lightning.optim.lion import CPULion, FusedLion, Lion
+from ds_lightning.optim.mup import MUP, mup_optimizer
+from ds_lightning.optim.muon import Muon
+from ds_lightning.optim.muon_groups import muon_groups
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sgd import SGD
 
 _OURS: dict[str, type[NativeOptimizer]] = {
     cls.__name__.lower(): cls
-    for cls in (Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD)
+    for cls in (
+        *(Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD),
+        *(Lamb, FusedLamb, Muon),
+    )
 }
 _OPS = {"adam": Adam, "lion": Lion, "adagrad": Adagrad, "sgd": SGD}
 _TORCH_ONLY = frozenset(
@@ -29,7 +36,12 @@ _OURS_ONLY = {"bias_correction": True, "set_grad_none": True, "moment_dtype": "f
 """Arguments that torch does not know, and the values with which it does the same."""
 
 
-def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    kind: str,
+    params: Mapping[str, Any],
+    parameters: Iterable[nn.Parameter],
+    module: nn.Module | None = None,
+) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.type` names.
 
     The names that DeepSpeed knows are classes of `ds_lightning.optim`, whose steps are native. Where the arguments ask
@@ -40,9 +52,10 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[n
         kind: a name of DeepSpeed's in any letter case, or the exact name of a class of `torch.optim`.
         params: `optimizer.params`. `Adam` means decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed.
         parameters: what it updates.
+        module: where they are; Muon asks it which of them are embeddings.
 
     Raises:
-        ConfigError: for an unknown name or arguments that the class does not take.
+        ConfigError: for a package that is missing, an unknown name or arguments that the class does not take.
     """
     parameters = list(parameters)
     arguments = dict(params)
@@ -50,6 +63,8 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[n
         arguments["betas"] = tuple(arguments["betas"])
     wanted = arguments.pop("torch_adam", False) or any(arguments.get(name) for name in _TORCH_ONLY)
     arguments = {name: value for name, value in arguments.items() if value or name not in _TORCH_ONLY}
+    if kind.lower() in MUP:
+        return mup_optimizer(kind, arguments, parameters)
     ours = _OURS.get(kind.lower())
     cls: type[torch.optim.Optimizer] | None = ours
     if ours is None:
@@ -61,8 +76,9 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[n
     if ours is not None and cls is ours and issubclass(ours, AdamW):
         arguments.pop("adam_w_mode", None)  # DeepSpeed's does not look at it either
     assert cls is not None
+    groups: list[Any] = muon_groups(module) if cls is Muon and module is not None else parameters
     try:
-        return cls(parameters, **arguments)
+        return cls(groups, **arguments)
     except (TypeError, ValueError) as error:
         module = "ds_lightning.optim" if cls is ours else "torch.optim"
         raise ConfigError(f"optimizer.params do not fit {module}.{cls.__name__}: {error}") from error
@@ -90,5 +106,7 @@ def _torch_class(kind: str) -> type[torch.optim.Optimizer]:
 
 def _has_kernel(ours: type[NativeOptimizer], parameters: list[nn.Parameter]) -> bool:
     """Whether a kernel serves parameters where they are now; parameters on the meta device are not anywhere yet."""
-    op = next(name for name, base in _OPS.items() if issubclass(ours, base))
+    op = next((name for name, base in _OPS.items() if issubclass(ours, base)), None)
+    if op is None:  # torch has no such class
+        return True
     return all(has_kernel(op, device) or device.type == "meta" for device in {p.device for p in parameters})
