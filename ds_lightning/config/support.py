@@ -33,9 +33,7 @@ def _above_one(value: Any) -> bool:
 _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
-_PLANNED_OPTIMIZERS = frozenset(
-    {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}
-)
+_PLANNED_OPTIMIZERS = frozenset({"OneBitAdam", "ZeroOneAdam", "OneBitLamb"})
 
 PLANNED = (
     Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),

@@ -13,7 +13,7 @@ references are as in `ds_lightning.ops.optim`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ _KERNEL = {
     "exp_avg_sqs": (torch.float32, torch.bfloat16),
     "copies": (torch.bfloat16, torch.float16),
 }
-_CHUNK = 1 << 22  # elements of which the reference makes fp64 copies at a time
 
 
 class Segments(NamedTuple):
@@ -106,13 +105,13 @@ def lamb_moments(
         _store(m, first)
         _store(v, second)
         u = _direction(p, m, v, eps, eps_inside_sqrt, weight_decay)
-        found += [
-            torch.stack([_square(flat.reshape(-1)[start : start + numel]) for flat in (p.detach(), u)])
-            for start, numel in within[k]
-        ]
+        flats = p.detach().reshape(-1), u.reshape(-1)
+        views = [flat[start : start + numel] for flat in flats for start, numel in within[k]]
+        if views:
+            found.append(torch.stack(torch._foreach_norm(views, 2.0, dtype=torch.float64)).view(2, -1))
     if not found:
         return torch.zeros(2, 0, dtype=torch.float64)
-    return torch.stack(found, 1).cpu()
+    return torch.cat([norms.cpu() for norms in found], 1).square_()
 
 
 def lamb_apply(
@@ -186,7 +185,7 @@ class _Call(NamedTuple):
     dtypes: list[str]
 
 
-def _scan(lists: dict[str, Copies], backend: Backend) -> _Call | None:
+def _scan(lists: Mapping[str, Copies], backend: Backend) -> _Call | None:
     """The arguments of a call of the kernel, if it takes these lists."""
     module = native.find("_native").module if backend != "native" else native.load("_native", "lamb")
     if module is None or backend == "reference":
@@ -230,15 +229,6 @@ def _direction(p: Tensor, m: Tensor, v: Tensor, eps: float, inside: bool, weight
     second = v.to(dtype)
     root = _sqrt(second + eps) if inside else _sqrt(second).clone().add_(eps)
     return m.to(dtype).div(root).add_(p.detach().to(dtype) * weight_decay)
-
-
-def _square(values: Tensor) -> Tensor:
-    """The sum of squares in fp64, without an fp64 copy of all of it."""
-    total = values.new_zeros((), dtype=torch.float64)
-    for part in values.split(_CHUNK):
-        wide = part.double()
-        total += torch.dot(wide, wide)
-    return total
 
 
 def _wide(p: Tensor) -> torch.dtype:

@@ -23,7 +23,7 @@ _LAZY = {
     "Muon": "muon",
     "NativeOptimizer": "native",
     "SGD": "sgd",
-    "muon_groups": "muon_groups",
+    "muon_groups": "muon_params",
 }
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ds_lightning.optim.lamb import FusedLamb, Lamb
     from ds_lightning.optim.lion import CPULion, FusedLion, Lion
     from ds_lightning.optim.muon import Muon
-    from ds_lightning.optim.muon_groups import muon_groups
+    from ds_lightning.optim.muon_params import muon_groups
     from ds_lightning.optim.native import NativeOptimizer
     from ds_lightning.optim.sgd import SGD
 

@@ -231,9 +231,7 @@ def copy_out(runs: Sequence[Run]) -> None:
                 target.copy_(run.parameter.view(-1), non_blocking=True)
 
 
-def prepare(
-    sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0, parts: Parts | None = None
-) -> bool:
+def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0, parts: Parts | None = None) -> bool:
     """Let a native optimizer do more in its pass over memory, in the step that comes.
 
     Args:

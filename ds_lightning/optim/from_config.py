@@ -15,9 +15,9 @@ from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
 from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
 from ds_lightning.optim.lamb import FusedLamb, Lamb
 from ds_lightning.optim.lion import CPULion, FusedLion, Lion
-from ds_lightning.optim.mup import MUP, mup_optimizer
 from ds_lightning.optim.muon import Muon
-from ds_lightning.optim.muon_groups import muon_groups
+from ds_lightning.optim.muon_params import muon_groups
+from ds_lightning.optim.mup import MUP, mup_optimizer
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sgd import SGD
 
@@ -80,8 +80,8 @@ def build_optimizer(
     try:
         return cls(groups, **arguments)
     except (TypeError, ValueError) as error:
-        module = "ds_lightning.optim" if cls is ours else "torch.optim"
-        raise ConfigError(f"optimizer.params do not fit {module}.{cls.__name__}: {error}") from error
+        where = "ds_lightning.optim" if cls is ours else "torch.optim"
+        raise ConfigError(f"optimizer.params do not fit {where}.{cls.__name__}: {error}") from error
 
 
 def _of_torch(ours: type[NativeOptimizer], arguments: dict[str, Any]) -> tuple[type[torch.optim.Optimizer] | None, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_lightning.errors import ConfigError
 from ds_lightning.ops import optim as ops
 from ds_lightning.optim.adam import checked_betas
-from ds_lightning.optim.muon_groups import ADAM, MUON, split_groups
+from ds_lightning.optim.muon_params import ADAM, MUON, split_groups
 from ds_lightning.optim.native import NativeOptimizer, Preparation, Slices, check_positive, moment_dtype_name
 from ds_lightning.optim.newton_schulz import EPS, check_method, compute_dtype, cost, orthogonalize
 from ds_lightning.optim.parts import Parts, Whole, WholeTensors
@@ -126,9 +126,7 @@ class Muon(NativeOptimizer):
 
     def _step_groups(self, slices: Sequence[Slices], preparation: Preparation) -> None:
         parts = preparation.parts or WholeTensors([each.params for each in slices])
-        matrices = [
-            (group, each) for group, each in zip(self.param_groups, slices, strict=True) if group["use_muon"]
-        ]
+        matrices = [(group, each) for group, each in zip(self.param_groups, slices, strict=True) if group["use_muon"]]
         directions: dict[Tensor, Tensor] = {}
         for group, each in matrices:
             if each.params:
@@ -246,7 +244,7 @@ def _squares(directions: Mapping[Tensor, Tensor], parts: Parts) -> Tensor:
 
 
 def _apply(group: Mapping[str, Any], slices: Slices, directions: Mapping[Tensor, Tensor], parts: Parts) -> None:
-    """p = p (1 - lr weight_decay) - lr sqrt(max(1, rows / cols)) o, and the copies of p."""
+    """The last line of the formula, and the copies of p."""
     lr = float(group["lr"])
     for k, param in enumerate(slices.params):
         wide = _wide(param.detach())
@@ -265,5 +263,3 @@ def _apply(group: Mapping[str, Any], slices: Slices, directions: Mapping[Tensor,
         copy = slices.copies[k] if slices.copies else None
         if copy is not None:
             copy.copy_(flat.view(copy.shape))
-
-

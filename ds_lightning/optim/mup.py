@@ -25,9 +25,7 @@ MUP: Mapping[str, tuple[str, Any]] = {
 _DEFAULT_LR = 1e-3
 
 
-def mup_optimizer(
-    kind: str, arguments: Mapping[str, Any], parameters: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
+def mup_optimizer(kind: str, arguments: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """An optimizer of ours with the groups that `mup` makes.
 
     Args:

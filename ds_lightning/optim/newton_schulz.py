@@ -98,7 +98,7 @@ def _gram(x: Tensor) -> Tensor:
 
 
 def _polynomial(gram: Tensor) -> Tensor:
-    """b A + c A^2."""
+    """What is multiplied with X, but for a X."""
     return torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
 
 

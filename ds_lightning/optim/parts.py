@@ -120,9 +120,11 @@ class WholeTensors(Parts):
         self.device = self._tensors[0].device if self._tensors else torch.device("cpu")
 
     def segments(self, tensor: Tensor) -> Sequence[Segment]:
+        """See `Parts`."""
         return self._segments[tensor]
 
     def total(self, values: Tensor) -> Tensor:
+        """See `Parts`."""
         return values
 
     def on_wholes(
@@ -133,6 +135,7 @@ class WholeTensors(Parts):
         dtype: torch.dtype,
         work: Work,
     ) -> None:
+        """See `Parts`."""
         for number in chosen:
             flat = values[self._tensors[number]]
             if flat.numel():
@@ -140,8 +143,10 @@ class WholeTensors(Parts):
 
 
 def balanced(costs: Sequence[float], ranks: int, loads: Sequence[float] = ()) -> list[int]:
-    """Who works on what, so that the busiest rank has little more than its share: the longest job first, each to the
-    rank that has least to do (Graham, SIAM J. Appl. Math. 17, 1969: at most 4/3 of the best).
+    """Who works on what, so that the busiest rank has little more than its share.
+
+    The longest job first, each to the rank that has least to do (Graham, SIAM J. Appl. Math. 17, 1969: at most 4/3 of
+    the best).
 
     Args:
         costs: of each job.

@@ -25,9 +25,7 @@ class RunParts(Parts):
         ledger: counts the bytes.
     """
 
-    def __init__(
-        self, sharded: ShardedOptimizer, topology: Topology, agreement: Agreement, ledger: Ledger
-    ) -> None:
+    def __init__(self, sharded: ShardedOptimizer, topology: Topology, agreement: Agreement, ledger: Ledger) -> None:
         self.device = topology.device
         self._topology = topology
         self._agreement = agreement
@@ -87,9 +85,11 @@ class RunParts(Parts):
         return found
 
     def segments(self, tensor: Tensor) -> Sequence[Segment]:
+        """See `Parts`."""
         return self._segments[tensor]
 
     def total(self, values: Tensor) -> Tensor:
+        """See `Parts`."""
         self._agreement.total(values, "sums over whole parameters").wait()
         return values
 
@@ -101,11 +101,10 @@ class RunParts(Parts):
         dtype: torch.dtype,
         work: Work,
     ) -> None:
+        """See `Parts`."""
         key = tuple(chosen)
         if key not in self._routes:
-            self._routes[key] = Routes(
-                self._shares, chosen, costs, self._replicated, self._topology, self._ledger
-            )
+            self._routes[key] = Routes(self._shares, chosen, costs, self._replicated, self._topology, self._ledger)
         self._routes[key].run(values, dtype, work)
 
 
