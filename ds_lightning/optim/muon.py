@@ -16,6 +16,8 @@ from ds_lightning.optim.native import NativeOptimizer, Preparation, Slices, chec
 from ds_lightning.optim.newton_schulz import EPS, check_method, compute_dtype, cost, orthogonalize
 from ds_lightning.optim.parts import Parts, Whole, WholeTensors
 
+_OF_MUON = ("momentum", "ns_method", "ns_dtype")
+_OF_ADAM = ("betas", "eps")
 _NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -120,6 +122,12 @@ class Muon(NativeOptimizer):
         check_method(group.get("ns_method", self.defaults["ns_method"]))
         group.setdefault("lr", self._learning_rates[bool(group["use_muon"])])
         super().add_param_group(group)
+        _keep_own(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            _keep_own(group)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_learning_rates": self._learning_rates}
@@ -173,9 +181,10 @@ class Muon(NativeOptimizer):
 
         for dtype in dict.fromkeys(dtypes.values()):
             here: dict[Tensor, Tensor] = {}
-            for tensor, flat in directions.items():
+            for tensor in list(directions):
                 segments = parts.segments(tensor)
                 if segments and dtypes[segments[0].parameter] == dtype:
+                    flat = directions.pop(tensor)  # 16 bits take its place
                     views = [flat[s.start : s.stop] for s in segments]
                     torch._foreach_mul_(views, [factors[s.parameter] for s in segments])
                     here[tensor] = flat.to(dtype)
@@ -210,6 +219,12 @@ class Muon(NativeOptimizer):
                 bias_correction2=1 - beta2**count,
                 grad_scale=grad_scale,
             )
+
+
+def _keep_own(group: dict[str, Any]) -> None:
+    """Leave in a group what its rule reads: schedules, monitors and readers take the rest for a setting."""
+    for key in _OF_ADAM if group["use_muon"] else _OF_MUON:
+        group.pop(key, None)
 
 
 def _first(*values: Any) -> Any:

@@ -101,6 +101,17 @@ def test_fifty_steps_of_a_plain_loop_equal_the_published_equations(flags, dtype)
     assert len(optimizer.get_lamb_coeffs()) == len(ours), "it is a copy"
 
 
+@pytest.mark.parametrize("moment_dtype", ["fp32", "param"])
+def test_16_bit_parameters_are_updated_in_fp32(moment_dtype):
+    weight = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16())
+    wide = nn.Parameter(weight.detach().float())
+    weight.grad = torch.randn(50, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wide.grad = weight.grad.float()
+    dsl.optim.Lamb([weight], lr=0.1, weight_decay=0.1, moment_dtype=moment_dtype).step()
+    dsl.optim.Lamb([wide], lr=0.1, weight_decay=0.1, moment_dtype="bf16" if moment_dtype == "param" else "fp32").step()
+    assert torch.equal(weight, wide.bfloat16())
+
+
 def test_arguments_out_of_range_are_refused():
     weights = [nn.Parameter(torch.zeros(2))]
     for arguments, error in (

@@ -158,6 +158,11 @@ def test_states_are_saved_and_copied_and_groups_join():
     assert set(other.state[net.hidden.weight]) == {"momentum_buffer"}
     assert set(other.state[net.hidden.bias]) == {"step", "exp_avg", "exp_avg_sq"}
     assert [group["lr"] for group in other.param_groups] == [0.1, 0.3]
+    for each in (optimizer, twin, other):
+        assert [("betas" in group, "momentum" in group) for group in each.param_groups[:2]] == [
+            (False, True),
+            (True, False),
+        ]
 
 
 def test_work_is_shared_evenly():
