@@ -97,6 +97,12 @@ def test_conflicts_are_refused_when_the_configuration_is_read(data, message):
         load(data)
 
 
+@pytest.mark.parametrize("scale", [0, 8])
+def test_lamb_takes_a_static_loss_scale(scale):
+    data = {"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True, "loss_scale": scale}}
+    assert resolve(load(data), Facts()).optimizer.type == "Lamb"
+
+
 @pytest.mark.parametrize("kind", ["OneBitAdam", "onebitadam", "ZeroOneAdam", "OneBitLamb"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_compressed_optimizers_do_not_go_with_sharding(kind, number):
