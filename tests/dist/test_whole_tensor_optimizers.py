@@ -14,6 +14,7 @@ from ds_lightning.errors import ConfigError
 from ds_lightning.offload.host import HostMemory
 from ds_lightning.offload.policy import Home, OffloadPolicy
 from ds_lightning.optim import routes
+from ds_lightning.zero.reduce import ReduceOptions
 from tests.dist import models
 from tests.dist import reference_optimizers as published
 from tests.dist.harness import (
@@ -141,6 +142,11 @@ def check_windows(kind, clip):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_compute_keeps_fp32_masters_and_the_same_bits(kind):
     run_ranks(check_same_bits, 2, kind, Recipe(optimizer=ours(kind), precision="bf16"), tile=80)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_bit_gradients_are_taken_as_they_are(kind):
+    run_ranks(check_same_bits, 2, kind, Recipe(optimizer=ours(kind)), reduce=ReduceOptions(accumulate=torch.bfloat16))
 
 
 # What travels --------------------------------------------------------------------------------------------------------
