@@ -92,7 +92,7 @@ def _with_optimizer(module: pl.LightningModule, parsed: ParsedConfig, facts: Cal
             )
         return _of_module(module)
     params = resolve(parsed, facts(Made([], []))).optimizer.params or {}
-    return Made([build_optimizer(block.type, params, *_parameters(module, block.param_groups))], [])
+    return Made([build_optimizer(block.type, params, *_parameters(module, block.param_groups), module)], [])
 
 
 def _parameters(module: pl.LightningModule, blocks: list[dict[str, Any]]) -> tuple[list[Any], str]:

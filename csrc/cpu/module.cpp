@@ -76,4 +76,5 @@ PYBIND11_MODULE(_native, m) {
         py::arg("trim_threshold_bytes"));
   m.def("release_free_memory", &dsl::release_free_memory, release());
   bind_optim(m);
+  bind_lamb(m);
 }

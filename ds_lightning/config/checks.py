@@ -13,6 +13,7 @@ from ds_lightning.config.schema.optimizer import (
     COMPRESSED_OPTIMIZERS,
     ENCODED_OPTIMIZERS,
     TORCH_OPTIMIZERS,
+    WHOLE_TENSOR_OPTIMIZERS,
 )
 from ds_lightning.config.suggest import did_you_mean, listed
 
@@ -93,8 +94,12 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
             "optimizer.params.amsgrad",
             "is not available; use torch_adam=true, or another optimizer",
         )
-    if kind in ("Lamb", "FusedLamb") and config.fp16.enabled and config.fp16.loss_scale > 0:
-        yield Problem("fp16.loss_scale", f"{kind} in fp16 needs a dynamic loss scale; set it to 0")
+    if kind in WHOLE_TENSOR_OPTIMIZERS and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"{kind} looks at whole tensors, so its states cannot be on nvme, where steps go tile by tile; set it to "
+            "'cpu', or use Adam",
+        )
 
 
 def _optimizer_ranges(config: DeepSpeedConfig, given: Given) -> Problems:

@@ -33,9 +33,7 @@ def _above_one(value: Any) -> bool:
 _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
-_PLANNED_OPTIMIZERS = frozenset(
-    {"Lamb", "FusedLamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"}
-)
+_PLANNED_OPTIMIZERS = frozenset({"OneBitAdam", "ZeroOneAdam", "OneBitLamb"})
 
 PLANNED = (
     Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),
@@ -50,7 +48,7 @@ PLANNED = (
     Row(
         "optimizer.type",
         lambda name: name in _PLANNED_OPTIMIZERS,
-        "use Adam, AdamW, Lion, Adagrad, SGD or another optimizer of torch.optim",
+        "use Adam, AdamW, Lion, Adagrad, Lamb, Muon, SGD or another optimizer of torch.optim",
     ),
     Row("fp16.fp16_master_weights_and_grads", _true, _SWITCH_OFF),
     Row("bf16.bf16_master_weights_and_grads", _true, _SWITCH_OFF),

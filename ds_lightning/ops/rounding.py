@@ -47,7 +47,7 @@ def round_stochastic(dst: torch.Tensor, src: torch.Tensor, *, seed: int, backend
         else:
             kernel(*arguments)
         native.mark_written(dst)
-    elif backend != "native":
+    else:
         round_stochastic_reference(dst, src, seed=seed)
 
 

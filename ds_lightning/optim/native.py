@@ -13,6 +13,7 @@ from ds_lightning.errors import ConfigError
 from ds_lightning.ops.blocks import Blocks
 from ds_lightning.ops.optim import increment
 from ds_lightning.optim.codec import StateCodec
+from ds_lightning.optim.parts import Parts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TORCH_ONLY = frozenset({"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"})
@@ -26,6 +27,7 @@ class Preparation:
     copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
     gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
     blocks: Mapping[Tensor, Blocks] = field(default_factory=dict)
+    parts: Parts | None = None
 
 
 _NOTHING = Preparation()
@@ -80,6 +82,9 @@ class NativeOptimizer(torch.optim.Optimizer):
     codec: ClassVar[StateCodec | None] = None
     """How states are kept, where that is not as `torch.optim` keeps them."""
 
+    needs_parts: ClassVar[bool] = False
+    """Whether a step looks at whole parameters, and so must know which of them lie in the tensors of the groups."""
+
     _preparation: Preparation = _NOTHING
 
     def __init__(
@@ -101,6 +106,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         copies: Mapping[Tensor, Tensor] | None = None,
         gradients: Mapping[Tensor, Tensor] | None = None,
         blocks: Mapping[Tensor, Blocks] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """Have the next `step()`, and no later one, do more in its pass over memory.
 
@@ -112,8 +118,10 @@ class NativeOptimizer(torch.optim.Optimizer):
                 accept as `p.grad` of an fp32 parameter.
             blocks: for states that are made in this step and that are encoded in blocks, how to cut them, by parameter;
                 one segment where nothing is said.
+            parts: which parameters lie where in the tensors of the groups, for optimizers that look at whole ones;
+                None: each tensor is a parameter.
         """
-        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {}, blocks or {})
+        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {}, blocks or {}, parts)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -132,10 +140,14 @@ class NativeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             self._refuse(group)
-            slices = self._slices(group, preparation)
-            if slices.params:
-                self._step(group, slices, preparation.grad_scale)
+        self._step_groups([self._slices(group, preparation) for group in self.param_groups], preparation)
         return loss
+
+    def _step_groups(self, slices: Sequence[Slices], preparation: Preparation) -> None:
+        """Update the parameters of all groups."""
+        for group, part in zip(self.param_groups, slices, strict=True):
+            if part.params:
+                self._step(group, part, preparation.grad_scale)
 
     def _step(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
         """Update the parameters of one group."""

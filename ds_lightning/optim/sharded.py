@@ -93,15 +93,23 @@ class ShardedOptimizer:
         optimizer: the user's; its groups and itself stay the same objects.
         first_group: index of its first group among the groups of all optimizers.
         elementwise: whether it may step on slices; otherwise every run is one whole parameter.
+        in_parts: whether it steps on slices all at once, and is told which parameters lie in them. Its runs are then
+            cut at the borders of ranks also where this rank has all of them, so that it does the same at every stage.
         tile: `sub_group_size`, the most elements in a run.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, first_group: int, elementwise: bool, tile: int = 2**63 - 1
+        self,
+        optimizer: torch.optim.Optimizer,
+        first_group: int,
+        elementwise: bool,
+        tile: int = 2**63 - 1,
+        in_parts: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.first_group = first_group
         self.elementwise = elementwise
+        self.in_parts = in_parts
         self.tile = -(-tile // ALIGNMENT) * ALIGNMENT  # so that every run has elements of some parameter
         self.codec = optimizer.codec if isinstance(optimizer, NativeOptimizer) else None
         self.runs: list[Run] = []
@@ -122,8 +130,7 @@ class ShardedOptimizer:
 
     def adopt(self, gradients: UnitGradients) -> None:
         """Make runs for the part of a unit that this rank updates."""
-        buffers = gradients.buffers
-        for piece in gradients.unit.pieces(buffers.start, buffers.stop):
+        for piece in self._pieces(gradients):
             if piece.group not in self.groups:
                 continue
             if self.elementwise:
@@ -137,6 +144,15 @@ class ShardedOptimizer:
                     run.parameter = nn.Parameter(run.parameter.detach().view(place.shape))
                     self.runs.append(run)
         self.take_user_state(gradients)
+
+    def _pieces(self, gradients: UnitGradients) -> Iterator[Piece]:
+        """The part of a unit that this rank updates, by group."""
+        buffers, unit = gradients.buffers, gradients.unit
+        if not (self.in_parts and buffers.keeps_all):
+            yield from unit.pieces(buffers.start, buffers.stop)
+            return
+        for rank in range(unit.world_size):
+            yield from unit.pieces(*unit.owned(rank))
 
     def _cuts(self, gradients: UnitGradients, piece: Piece) -> Iterator[tuple[int, int]]:
         """The ranges of a piece that are stepped on at once; those on disk lie within tiles of their file."""
@@ -251,7 +267,8 @@ class ShardedOptimizer:
         near: list[Run] = []
         apart: list[Run] = []
         for run in runs:
-            (apart if run.gradients.home is not None and run.gradients.home.steps_apart else near).append(run)
+            home = run.gradients.home
+            (apart if home is not None and home.steps_apart and not self.in_parts else near).append(run)
         self.attach(near)
         self.show(near)
         self._near = near

@@ -16,9 +16,11 @@ from ds_lightning.errors import ConfigError, ReleasedParameterError
 from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
 from ds_lightning.offload.homes import Homes, UnitHome
-from ds_lightning.optim.apart import StepsApart, prepare
+from ds_lightning.offload.policy import Home
+from ds_lightning.optim.apart import StepsApart, copy_out, prepare
 from ds_lightning.optim.clip import GradientNorms
-from ds_lightning.optim.elementwise import check_supported, element_states
+from ds_lightning.optim.elementwise import check_supported, element_states, takes_parts
+from ds_lightning.optim.run_parts import PartsOfSteps
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
@@ -117,6 +119,7 @@ class ZeroEngine:
         self._publishing: list[Pending] = []
         self._copied = False  # whether the step under way puts new values where parameters are
         self._steps_within = 0
+        self._parts = PartsOfSteps(topology, self.agreement, self.ledger)
         buffer_sync = BufferSync(module, self.collectives)
         self.passes = Passes(
             self.units,
@@ -154,12 +157,15 @@ class ZeroEngine:
 
     def _wrap(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[ShardedOptimizer]:
         check_optimizers(list(optimizers), self.table)
+        offload = self.options.offload
+        on_disk = offload is not None and offload.optimizer is Home.DISK and self.plan.shard_optimizer
         return [
             ShardedOptimizer(
                 optimizer,
                 place * GROUPS,
-                check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer),
+                check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer, on_disk),
                 self.options.tile,
+                takes_parts(optimizer),
             )
             for place, optimizer in enumerate(optimizers)
         ]
@@ -371,6 +377,7 @@ class ZeroEngine:
         for parameter in buffers.parameters:
             parameter.__class__ = nn.Parameter
         self.hooks.remove_gradients(index)
+        self._parts.forget()
         if index in self.reducer.units:
             for sharded in self.optimizers:
                 sharded.drop(self.reducer.units[index])
@@ -436,18 +443,20 @@ class ZeroEngine:
         if self._apart is not None:
             self.residency.forget_expected()
             self._apart.step(sharded, apart, self._publishing)
-        self._copied = prepare(sharded, sharded.near)
+        self._copied = prepare(sharded, sharded.near, parts=self._parts.of(sharded))
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
         if self._steps_within:
             self._steps_within -= 1
             return
+        if sharded.in_parts and not self._copied:
+            copy_out(sharded.near)
         sharded.swap_out()
         self.steps += 1
         touched = sharded.touched_units()
         publishing, self._publishing = self._publishing, []
         for index in touched:
-            if not self._steps_apart(index):
+            if sharded.in_parts or not self._steps_apart(index):
                 publishing += self.residency.publish(index, self._copied)
         for work in publishing:
             work.wait()

@@ -25,7 +25,7 @@ _TYPES: dict[str, Any] = {
     ),
     **dict.fromkeys(("eps_inside_sqrt", "nesterov", "maximize", "foreach", "fused", "capturable"), bool),
     **dict.fromkeys(("differentiable", "decoupled_weight_decay", "fp32_optimizer_states", "centered"), bool),
-    **dict.fromkeys(("comm_backend_name", "ns_method", "moment_dtype"), str),
+    **dict.fromkeys(("comm_backend_name", "ns_method", "ns_dtype", "moment_dtype"), str),
     **dict.fromkeys(("betas", "etas", "step_sizes"), list[float]),
 }
 _TORCH_SWITCHES = "maximize foreach differentiable fused"
@@ -36,7 +36,9 @@ _ADAM = (
 _ADAM_8BIT = "lr betas eps weight_decay bias_correction adam_w_mode set_grad_none block_size"
 _ADAGRAD = f"lr eps weight_decay amsgrad lr_decay initial_accumulator_value moment_dtype {_TORCH_SWITCHES}"
 _LION = "lr betas weight_decay set_grad_none moment_dtype"
-_LAMB = "lr betas eps eps_inside_sqrt weight_decay max_coeff min_coeff bias_correction amsgrad set_grad_none"
+_LAMB = (
+    "lr betas eps eps_inside_sqrt weight_decay max_coeff min_coeff bias_correction amsgrad set_grad_none moment_dtype"
+)
 _ONEBIT = "lr betas eps eps_inside_sqrt weight_decay bias_correction amsgrad cuda_aware comm_backend_name"
 _LOCAL_STEPS = "var_freeze_step var_update_scaler local_step_scaler local_step_clipper"
 _FROZEN_COEFF = "freeze_step max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold"
@@ -54,7 +56,7 @@ _BUILTIN_PARAMS = {
     "Lion": _LION,
     "CPULion": _LION,
     "FusedLion": _LION,
-    "Muon": "lr momentum weight_decay betas eps ns_method muon_lr adam_lr",
+    "Muon": "lr momentum weight_decay betas eps ns_method ns_dtype muon_lr adam_lr moment_dtype",
     "OneBitAdam": f"{_ONEBIT} freeze_step",
     "ZeroOneAdam": f"{_ONEBIT} {_LOCAL_STEPS}",
     "OneBitLamb": f"{_ONEBIT} {_FROZEN_COEFF}",
@@ -69,6 +71,7 @@ TORCH_OPTIMIZERS = (
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
 )
 ENCODED_OPTIMIZERS = ("Adam8bit", "AdamW8bit")
+WHOLE_TENSOR_OPTIMIZERS = ("Lamb", "FusedLamb", "Muon")
 COMPRESSED_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 _WARMUP: dict[str, Any] = {"warmup_num_steps": int, "warmup_type": str, "last_batch_iteration": int}
