@@ -316,7 +316,8 @@ class ZeroStrategy(Checkpointing):
         read = self._construction.take if self._construction is not None else None
         plugin = self.precision_plugin
         dtypes = plugin.dtypes if isinstance(plugin, ZeroPrecision) else DtypePolicy()
-        options = EngineOptions.from_config(self._resolved, replace(dtypes, frozen_masters=self._frozen_masters))
+        dtypes = replace(dtypes, frozen_masters=self._frozen_masters).with_masters_of(self._resolved)
+        options = EngineOptions.from_config(self._resolved, dtypes)
         self._engine = ZeroEngine(module, self.optimizers, self._topology, plan, options, read, tell)
         access.remember(self._engine)
         if self._construction is not None:

@@ -251,6 +251,11 @@ def _masters_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     ):
         if getattr(getattr(config, block), name) and stage == 0:
             yield Problem(f"{block}.{name}", "needs stage 1, 2 or 3")
+        if getattr(getattr(config, block), name) and config.zero_optimization.offload_optimizer.is_on:
+            yield Problem(
+                f"{block}.{name}",
+                "keeps masters where parameters are, which does not go with offload_optimizer; drop one of the two",
+            )
 
 
 def _known_optimizers() -> tuple[str, ...]:

@@ -295,6 +295,12 @@ class ShardedOptimizer:
         """What is not stepped on apart, in a step."""
         return self._near
 
+    def done(self, runs: Sequence[Run]) -> None:
+        """These runs have had their step; the groups hold the others."""
+        over = set(map(id, runs))
+        self._near = [run for run in self._near if id(run) not in over]
+        self.show(self._near)
+
     def swap_out(self) -> None:
         """Put the user's parameters back. Safe to call twice, or after a failed step."""
         if self._users is None:
@@ -404,7 +410,7 @@ class ShardedOptimizer:
                 state[key] = value
                 continue
             dtype = run.parameter.dtype if value.is_floating_point() else value.dtype
-            if self.codec is not None and value.is_floating_point():
+            if (self.codec is not None or run.gradients.buffers.narrow) and value.is_floating_point():
                 dtype = torch.float32
             target = before.get(key)  # its memory serves again
             if not torch.is_tensor(target) or target.shape != shape or target.dtype != dtype:

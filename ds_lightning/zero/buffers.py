@@ -139,6 +139,11 @@ class UnitBuffers:
         return self.stop - self.start
 
     @property
+    def narrow(self) -> bool:
+        """Whether master values have fewer bits than the user gave; see [Note: masters of 16 bits]."""
+        return self.unit.trainable and self.unit.master_dtype != self.unit.saved_dtype
+
+    @property
     def keeps_all(self) -> bool:
         """Whether this rank has master values for the whole unit."""
         return self.numel == self.unit.numel

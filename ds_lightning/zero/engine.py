@@ -20,6 +20,7 @@ from ds_lightning.offload.policy import Home
 from ds_lightning.optim.apart import StepsApart, copy_out, prepare
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported, element_states, takes_parts
+from ds_lightning.optim.narrow import step_narrow
 from ds_lightning.optim.run_parts import PartsOfSteps
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology, stay_at_exit
@@ -184,7 +185,8 @@ class ZeroEngine:
             current = self.table.place_of(names[0])
             given = parameter.dtype if current is None else current[0].given_dtype
             dtype, master = policy.of(self._owners[names[0]], given, parameter.ndim, frozen)
-            if current is not None and group >= 0 and master.itemsize < 4 and policy.compute is not None:
+            wide = policy.compute is not None and not policy.narrow_masters
+            if current is not None and group >= 0 and master.itemsize < 4 and wide:
                 master = torch.float32  # given in 16 bit and unfrozen
             scope = scope_of(names, scopes)
             active = parameter.requires_grad
@@ -247,12 +249,13 @@ class ZeroEngine:
 
     def rounded(self) -> set[str]:
         """Parameters that were given in fp32 and are frozen, so that only their 16-bit values are kept."""
-        narrow = (b.unit for b in self.units.values() if b.unit.saved_dtype != b.unit.master_dtype)
+        kept = (b.unit for b in self.units.values() if not b.unit.trainable)
+        narrow = (unit for unit in kept if unit.saved_dtype != unit.master_dtype)
         return {slot.name for unit in narrow for slot in unit.slots}
 
     def _tell_of_rounding(self, layout: Layout) -> None:
         """Once: what was given in fp32 is kept in 16 bit."""
-        narrow = [unit for unit in layout.units if unit.saved_dtype != unit.master_dtype]
+        narrow = [unit for unit in layout.units if unit.saved_dtype != unit.master_dtype and not unit.trainable]
         if self._tell is None or not narrow:
             return
         slots = [slot for unit in narrow for slot in unit.slots]
@@ -443,6 +446,8 @@ class ZeroEngine:
         if self._apart is not None:
             self.residency.forget_expected()
             self._apart.step(sharded, apart, self._publishing)
+        if self.options.dtypes.narrow_masters:
+            step_narrow(sharded, torch.bfloat16 if self.options.dtypes.narrow_states else None)
         self._copied = prepare(sharded, sharded.near, parts=self._parts.of(sharded))
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:

@@ -77,9 +77,15 @@ def topology(seconds: float = 30) -> Topology:
 
 
 def options(
-    threshold: int = 0, precision: str = "fp32", frozen_masters: bool = False, **rest: Any
+    threshold: int = 0,
+    precision: str = "fp32",
+    frozen_masters: bool = False,
+    narrow_masters: bool = False,
+    narrow_states: bool = False,
+    **rest: Any,
 ) -> EngineOptions:
-    dtypes = DtypePolicy(torch.bfloat16 if precision == "bf16" else None, frozen_masters)
+    compute = torch.bfloat16 if precision == "bf16" else None
+    dtypes = DtypePolicy(compute, frozen_masters, narrow_masters, narrow_states)
     return EngineOptions(layout=LayoutOptions(param_persistence_threshold=threshold), dtypes=dtypes, **rest)
 
 

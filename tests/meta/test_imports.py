@@ -25,7 +25,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim",),
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
-    ("optim.clip", "optim.apart", "optim.run_parts"),
+    ("optim.clip", "optim.apart", "optim.narrow", "optim.run_parts"),
     ("zero.passes",),
     ("zero.values",),
     ("zero.state_dicts", "zero.optimizer_states", "zero.resting"),
