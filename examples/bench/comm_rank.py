@@ -22,6 +22,7 @@ from comm_methods import LR, WARMUP, Method, methods
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 
 from ds_lightning import ZeroStrategy
@@ -167,11 +168,19 @@ class Rank:
 def _strategy(method: Method) -> DDPStrategy:
     if method.config is not None:
         return ZeroStrategy(config=method.config)
-    if method.hook is None:
-        return DDPStrategy()
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    return DDPStrategy() if method.hook is None else HookedDDP(method.hook)
 
-    return DDPStrategy(ddp_comm_hook=getattr(default_hooks, method.hook))
+
+class HookedDDP(DDPStrategy):
+    """DDP with a communication hook; Lightning's own argument for it acts on GPUs only."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self._hook = hook
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(None, getattr(default_hooks, self._hook))
 
 
 def sent_over(interface: str) -> int:
