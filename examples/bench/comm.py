@@ -16,6 +16,7 @@ the steps after a warm-up, in which compressing optimizers have begun to compres
     wire        bytes that a host sends over the link in a step, from the counters of its interface
     link busy   the share of the step that the link needs for these bytes at its rate: where it is near 100 %, fewer
                 bytes are all that helps; where it is low, the processors or the round trips are what a step waits for
+    calls       collectives of a rank in a step, by the engine's ledger; each is at least a trip over the link
     counted     bytes that the engine's ledger counts on both hosts to those of all interfaces: headers of packets,
                 acknowledgements and small agreements between ranks are what it leaves out
 """
@@ -75,7 +76,8 @@ def tell(text: str) -> None:
 @contextmanager
 def ranks_of(args: argparse.Namespace) -> Iterator[tuple[Ranks, Hosts | None]]:
     """The ranks, and the hosts where they are of this machine."""
-    settings = {key: getattr(args, key) for key in ("layers", "width", "length", "batch", "steps", "precision")}
+    keys = ("layers", "width", "length", "batch", "steps", "precision", "profile")
+    settings = {key: getattr(args, key) for key in keys}
     if "TORCHELASTIC_RUN_ID" in os.environ:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
         if interface is None:
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="cpu", help="under torchrun, as Trainer(accelerator=...)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one method may take")
     parser.add_argument("--loopback", action="store_true", help="no namespaces and no slow link")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="name the N slowest functions of a method")
     parser.add_argument("--out", default="comm.png", help="file of the plot")
     args = parser.parse_args()
     lacks = [] if args.loopback or "TORCHELASTIC_RUN_ID" in os.environ else missing()

@@ -36,7 +36,9 @@ def _zero(plain: str, stage: int, /, rest: dict[str, Any] | None = None, **zero:
 
 
 def _onebit(name: str, **params: Any) -> Method:
-    return _zero("stage0", 0, {"optimizer": {"type": name, "params": {"lr": LR, **params}}})
+    """A variance that is frozen so soon is zero for bytes that have not come up, so eps keeps their steps small."""
+    params = {"lr": LR / 10, "eps": 1e-4, **params}
+    return _zero("stage0", 0, {"optimizer": {"type": name, "params": params}})
 
 
 def methods(ranks_per_host: int) -> dict[str, Method]:

@@ -5,8 +5,11 @@ Started by comm.py, in whose words on stdin (a JSON value a line) it works and t
 
 from __future__ import annotations
 
+import cProfile
+import io
 import json
 import os
+import pstats
 import queue
 import statistics
 import sys
@@ -46,6 +49,8 @@ class Settings:
     precision: str
     accelerator: str
     interface: str
+    profile: int
+    """How many functions to name."""
 
 
 class Model(ByteGPT):
@@ -69,11 +74,12 @@ class Clock(Callback):
     the next forward is through.
     """
 
-    def __init__(self, interface: str) -> None:
+    def __init__(self, interface: str, profile: cProfile.Profile | None) -> None:
         self.times: list[dict[str, float]] = []
         self.bytes: list[dict[str, float]] = []
         self.loss = 0.0
         self._interface = interface
+        self._profile = profile
 
     def on_before_backward(self, trainer: Trainer, module: Any, loss: torch.Tensor) -> None:
         if trainer.global_step + 1 in (WARMUP, trainer.max_steps):
@@ -83,12 +89,15 @@ class Clock(Callback):
                     "wire": sent_over(self._interface),
                     "local": sent_over("lo") if self._interface != "lo" else 0,
                     "ledger": engine.ledger.bytes_sent if engine is not None else 0,
+                    "calls": engine.ledger.calls if engine is not None else 0,
                 }
             )
             self.loss = loss.item()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step in (WARMUP, trainer.max_steps):
+            if self._profile is not None:
+                self._profile.disable() if self.times else self._profile.enable()
             self.times.append({"seconds": time.perf_counter(), "cpu": time.process_time()})
 
     def per_step(self, steps: int) -> dict[str, float]:
@@ -111,7 +120,8 @@ class Rank:
     def measure(self, name: str) -> dict[str, Any]:
         """Train by a method; figures are those of one step of this rank, or a refusal in words."""
         settings, method = self._settings, self._methods[name]
-        clock = Clock(settings.interface)
+        profile = cProfile.Profile() if settings.profile and dist.get_rank() == 0 else None
+        clock = Clock(settings.interface, profile)
         torch.manual_seed(0)
         try:
             trainer = Trainer(
@@ -135,7 +145,8 @@ class Rank:
         except ConfigError as error:
             return {"refused": str(error)}
         numel = sum(parameter.numel() for parameter in model.parameters())
-        return {**clock.per_step(settings.steps), "loss": clock.loss, "numel": numel}
+        slowest = _slowest(profile, settings.profile) if profile is not None else ""
+        return {**clock.per_step(settings.steps), "loss": clock.loss, "numel": numel, "profile": slowest}
 
     def probe(self, nbytes: int) -> dict[str, float]:
         """What the link is without us: bytes a second in one direction, and the seconds of a round trip of one byte.
@@ -163,6 +174,13 @@ class Rank:
         count = (WARMUP + settings.steps) * settings.batch
         windows = Windows(self._text, settings.length, seed=dist.get_rank(), count=count)
         return DataLoader(windows, settings.batch)
+
+
+def _slowest(profile: cProfile.Profile, count: int) -> str:
+    """Where a step's time went, waiting included, by function."""
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(count)
+    return text.getvalue().partition("Ordered by")[2]
 
 
 def _strategy(method: Method) -> DDPStrategy:

@@ -18,8 +18,12 @@ class Run:
     wire: float
     counted: float
     """Bytes of all ranks by their ledgers, to those of all interfaces."""
+    calls: float
+    """Collectives of a rank."""
     loss: float
     numel: int
+    profile: str
+    """Of rank 0, where it was asked for."""
 
     @classmethod
     def of(cls, answers: list[dict[str, Any]], per_host: int, shared: bool) -> Run:
@@ -38,8 +42,10 @@ class Run:
             cpu=statistics.mean(answer["cpu"] for answer in answers),
             wire=statistics.mean(wires) / (len(hosts) if shared else 1),
             counted=sum(answer["ledger"] for answer in answers) / max(sent, 1.0),
+            calls=answers[0]["calls"],
             loss=statistics.mean(answer["loss"] for answer in answers),
             numel=int(answers[0]["numel"]),
+            profile=answers[0]["profile"],
         )
 
 
@@ -74,7 +80,7 @@ def report(results: Results, link: str, trip: float, names: list[str], per_host:
     numel = results.runs[link, done[0]][0].numel if done else 0
     title = f"{link}: measured {rate * 8e-6:.0f} Mbit/s, round trip {trip * 1e3:.2f} ms; {numel / 1e6:.1f} M parameters"
     table = Table(title=title)
-    for column in ("method", "ms", "x DDP", "x plain", "processor", "wire MB", "link busy", "counted", "loss"):
+    for column in ("method", "ms", "x DDP", "x plain", "processor", "wire MB", "link busy", "calls", "counted", "loss"):
         table.add_column(column, justify="left" if column == "method" else "right")
 
     def ratio(name: str, other: str) -> str:
@@ -83,7 +89,7 @@ def report(results: Results, link: str, trip: float, names: list[str], per_host:
 
     for name in done:
         seconds, wire = results.median(link, name, "seconds"), results.median(link, name, "wire")
-        counted = results.median(link, name, "counted")
+        calls, counted = results.median(link, name, "calls"), results.median(link, name, "counted")
         table.add_row(
             name,
             f"{seconds * 1e3:.1f}",
@@ -92,10 +98,15 @@ def report(results: Results, link: str, trip: float, names: list[str], per_host:
             f"{results.median(link, name, 'cpu') * 1e3:.1f}",
             f"{wire / 1e6:.2f}",
             f"{wire / rate / seconds:.0%}",
+            f"{calls:.0f}" if calls else "-",
             f"{counted:.3f}" if counted else "-",
             f"{results.median(link, name, 'loss'):.4f}",
         )
     Console(width=120).print(table)
+    for name in done:
+        for run in list(results.runs[link, name].values())[-1:]:
+            if run.profile:
+                print(f"{name} on {link}, all measured steps of rank 0, by {run.profile}")
 
 
 def plot(results: Results, links: list[str], names: list[str], file: str) -> None:

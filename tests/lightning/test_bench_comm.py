@@ -143,7 +143,8 @@ class FakeRanks:
             raise Failed("measure qgZ: rank 1 ended\nrank 0: ...")
         seconds = {"ddp": 0.2, "stage3": 0.1, "qgZ": 0.3}[argument] * len(self.asked)
         answer = {"seconds": seconds, "cpu": 0.01, "wire": 100.0, "local": 25.0, "ledger": 120.0}
-        return [{**answer, "loss": 4.0, "numel": 7}, {**answer, "seconds": seconds / 2, "loss": 5.0, "numel": 7}]
+        answer |= {"calls": 3, "numel": 7, "profile": ""}
+        return [{**answer, "loss": 4.0}, {**answer, "seconds": seconds / 2, "loss": 5.0}]
 
 
 def test_refusals_and_failures_are_told_and_do_not_come_again(capsys):
