@@ -82,6 +82,8 @@ def ranks_of(args: argparse.Namespace) -> Iterator[tuple[Ranks, Hosts | None]]:
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
         if interface is None:
             raise SystemExit("Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the link's interface, on every host.")
+        if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+            raise SystemExit("A link needs two hosts: torchrun --nnodes 2, on each of them.")
         yield Joined({**settings, "accelerator": args.accelerator, "interface": interface}), None
         return
     hosts = Loopback() if args.loopback else Hosts()
