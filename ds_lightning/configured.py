@@ -1,9 +1,9 @@
-"""The optimizers and schedules of a run: those of the module, or those of the configuration where it makes none."""
+"""What a configuration adds to a run: optimizers and schedules where the module makes none, and callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
@@ -11,10 +11,12 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from ds_lightning.config import Facts, resolve
+from ds_lightning.callbacks.flops import FlopsProfile
+from ds_lightning.config import Facts, ResolvedConfig, resolve
 from ds_lightning.config.deepspeed import ParsedConfig
 from ds_lightning.errors import ConfigError
 from ds_lightning.optim.from_config import build_optimizer
+from ds_lightning.optim.groups import HOOK, groups_of_module, param_groups
 from ds_lightning.schedules.from_config import build_schedule
 
 
@@ -82,7 +84,7 @@ def _with_optimizer(module: pl.LightningModule, parsed: ParsedConfig, facts: Cal
     if block.type is None:
         return _of_module(module)
     if _overrides_configure_optimizers(module) and module.configure_optimizers() is not None:
-        if not _is_automatic(block.params or {}):
+        if not _is_automatic(block.params or {}) or block.param_groups:
             raise ConfigError(
                 f"Both the configuration (optimizer.type={block.type}) and {type(module).__name__}."
                 "configure_optimizers make an optimizer. Drop one of the two: return None from "
@@ -90,8 +92,22 @@ def _with_optimizer(module: pl.LightningModule, parsed: ParsedConfig, facts: Cal
             )
         return _of_module(module)
     params = resolve(parsed, facts(Made([], []))).optimizer.params or {}
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Made([build_optimizer(block.type, params, parameters)], [])
+    return Made([build_optimizer(block.type, params, *_parameters(module, block.param_groups))], [])
+
+
+def _parameters(module: pl.LightningModule, blocks: list[dict[str, Any]]) -> tuple[list[Any], str]:
+    """The parameters of the module or their groups, and where these come from."""
+    by_module = groups_of_module(module)
+    if by_module is not None and blocks:
+        raise ConfigError(
+            f"Both the configuration (optimizer.param_groups) and {type(module).__name__}.{HOOK} make parameter "
+            "groups. Drop one of the two."
+        )
+    if by_module is not None:
+        return by_module, f"{type(module).__name__}.{HOOK}()"
+    if blocks:
+        return param_groups(module, blocks, "optimizer.param_groups"), "optimizer.param_groups"
+    return [parameter for parameter in module.parameters() if parameter.requires_grad], ""
 
 
 def _of_module(module: pl.LightningModule) -> Made:
@@ -105,3 +121,20 @@ def _is_automatic(params: dict[str, object]) -> bool:
 
 def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
     return type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
+
+
+def add_callbacks(trainer: pl.Trainer, config: ResolvedConfig) -> None:
+    """Give a Trainer the callbacks that a configuration asks for, once."""
+    block = config.flops_profiler
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if block.enabled and not any(isinstance(callback, FlopsProfile) for callback in callbacks):
+        callbacks.append(
+            FlopsProfile(
+                profile_step=block.profile_step,
+                module_depth=block.module_depth,
+                top_modules=block.top_modules,
+                detailed=block.detailed,
+                output_file=block.output_file,
+                recompute_fwd_factor=block.recompute_fwd_factor,
+            )
+        )
