@@ -43,7 +43,7 @@ from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction, constructing
 from ds_lightning.zero.meeting import Meeting, metrics_of
-from ds_lightning.zero.options import EngineOptions
+from ds_lightning.zero.options import EngineOptions, grouping
 from ds_lightning.zero.placement import equalize, move_all_but_parameters
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.skip import hold_on_skip
@@ -228,7 +228,7 @@ class ZeroStrategy(Checkpointing):
             expected = self.num_nodes * self.num_processes
             timeout = self._timeout or default_pg_timeout
             self._topology = (
-                Topology.create(self.root_device, timeout, expected)
+                Topology.create(self.root_device, timeout, expected, grouping(self.config))
                 if _distributed_is_initialized()
                 else Topology.single(self.root_device)
             )

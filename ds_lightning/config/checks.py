@@ -222,6 +222,23 @@ def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
         )
 
 
+def _copies_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    if stage < 3 or zero.mics_shard_size < 1:
+        return
+    here = "zero_optimization.mics_shard_size"
+    if zero.zero_hpz_partition_size > 1:
+        yield Problem(
+            here,
+            "does not go with zero_hpz_partition_size: a shard group gathers inside itself already; set one of the two",
+        )
+    if zero.zero_quantized_gradients:
+        yield Problem(
+            here,
+            "does not go with zero_quantized_gradients, which reduces over all ranks; set one of the two",
+        )
+
+
 def _masters_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     for block, name in (
         ("fp16", "fp16_master_weights_and_grads"),
@@ -271,5 +288,6 @@ _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _compressed_stage,
     _reduction_stage,
     _quantized_stage,
+    _copies_stage,
     _masters_stage,
 )

@@ -58,6 +58,7 @@ def gathered(
         ReleasedParameterError: on exit, when a parameter was changed without `modifier_rank`.
 
     Under `16-mixed` and `bf16-mixed` matrices show their 16-bit values, which compute; `full_param` gives fp32 masters.
+    Inside a step, with `zero_quantized_weights`, they show what was sent of them.
     """
     if isinstance(module_or_params, nn.Module):
         parameters = list(module_or_params.parameters())
@@ -159,7 +160,8 @@ def grad_norms(module: nn.Module, norm_type: float = 2, group_separator: str = "
     present = {name: piece for name, piece in pieces.items() if piece is not None}
     if not present:
         return {}
-    local = [float(piece.double().norm(norm_type)) if piece.numel() else 0.0 for piece in present.values()]
+    counts = engine is None or engine.topology.first_replica  # each element once
+    local = [float(piece.double().norm(norm_type)) if piece.numel() and counts else 0.0 for piece in present.values()]
     votes = torch.tensor(local, dtype=torch.float64)
     infinite = norm_type == float("inf")
     if not infinite:

@@ -11,7 +11,9 @@ from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
 from ds_lightning.offload.policy import Home, OffloadPolicy
 from ds_lightning.precision.dtypes import DtypePolicy
+from ds_lightning.teams import Grouping
 from ds_lightning.zero.reduce import ReduceOptions
+from ds_lightning.zero.transport import TransportOptions
 
 _COMM_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -32,6 +34,7 @@ class EngineOptions:
             model once.
         max_reuse_distance: `stage3_max_reuse_distance`; None keeps a unit only when it is needed again at once.
         allow_untested_optimizer: `zero_allow_untested_optimizer`.
+        transport: how sharded units travel.
         offload: where shards live that are not on the device; None keeps all of them there.
     """
 
@@ -45,6 +48,7 @@ class EngineOptions:
     max_live: int = 1_000_000_000
     max_reuse_distance: int | None = None
     allow_untested_optimizer: bool = False
+    transport: TransportOptions = field(default_factory=TransportOptions)
     offload: OffloadPolicy | None = None
 
     @property
@@ -92,5 +96,23 @@ class EngineOptions:
             max_live=int(zero.stage3_max_live_parameters),
             max_reuse_distance=chosen("stage3_max_reuse_distance"),
             allow_untested_optimizer=bool(resolved.zero_allow_untested_optimizer),
+            transport=TransportOptions(
+                quantized_weights=bool(zero.zero_quantized_weights) and zero.stage == 3,
+                quantized_gradients=bool(zero.zero_quantized_gradients) and zero.stage == 3,
+                hierarchical_gather=bool(zero.mics_hierarchical_params_gather) and zero.stage == 3,
+            ),
             offload=OffloadPolicy.from_config(resolved),
         )
+
+
+def grouping(resolved: ResolvedConfig) -> Grouping:
+    """How a configuration divides the ranks."""
+    zero = resolved.zero_optimization
+    if zero.stage < 3:
+        return Grouping(zero.node_size)
+    return Grouping(
+        node_size=zero.node_size,
+        shard_size=zero.mics_shard_size if zero.mics_shard_size > 0 else None,
+        secondary_size=zero.zero_hpz_partition_size,
+        levels=bool(zero.zero_quantized_gradients or zero.mics_hierarchical_params_gather),
+    )

@@ -28,6 +28,7 @@ from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
 from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.residency import TAGS
+from ds_lightning.zero.transport import Transport
 
 REDUCE_TAG = 1
 EXPOSE_TAG = 2
@@ -58,7 +59,8 @@ class GradientReducer:
     Args:
         units: buffers of the trainable units.
         plan: the stage.
-        collectives: how to reduce.
+        collectives: how to gather (stage 0).
+        transport: how to reduce.
         agreement: how ranks decide what is left.
         pool: scratch memory.
         options: from the configuration.
@@ -71,6 +73,7 @@ class GradientReducer:
         units: Iterable[UnitBuffers],
         plan: StagePlan,
         collectives: Collectives,
+        transport: Transport,
         agreement: Agreement,
         pool: ScratchPool,
         options: ReduceOptions,
@@ -78,6 +81,7 @@ class GradientReducer:
     ) -> None:
         self._plan = plan
         self._collectives = collectives
+        self._transport = transport
         self._agreement = agreement
         self._pool = pool
         self._options = options
@@ -174,11 +178,14 @@ class GradientReducer:
         bounded = gradients.buffers.sharded or not self._plan.shard_params
         while bounded and len(self._in_flight) >= max(limit, 1):
             self._land()
+        tag = unit.index * TAGS + REDUCE_TAG
         with torch.no_grad():
+            for earlier, under_way, _ in self._in_flight if bounded else ():
+                if earlier.buffers.sharded:
+                    under_way.advance()
             flat = take(unit.numel)
             gradients.flatten(flat)
-        tag = unit.index * TAGS + REDUCE_TAG
-        pending = self._collectives.reduce_scatter(flat, unit.name, tag, self._options.piece, take)
+            pending = self._transport.reduce_scatter(gradients.buffers, flat, tag, self._options.piece, take)
         gradients.launched += 1
         self._in_flight.append((gradients, pending, taken))
         if bounded and not limit:

@@ -20,6 +20,7 @@ from torch import nn
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.optim import clip as clipping
 from ds_lightning.precision.dtypes import DtypePolicy
+from ds_lightning.teams import Grouping
 from ds_lightning.topology import Topology
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
@@ -70,10 +71,10 @@ class Trained:
         return torch.cat([value.double().flatten() for value in self.values.values()])
 
 
-def topology(seconds: float = 30) -> Topology:
+def topology(seconds: float = 30, grouping: Grouping | None = None) -> Topology:
     if dist.get_world_size() == 1:
         return Topology.single()
-    return Topology.create(torch.device("cpu"), timedelta(seconds=seconds))
+    return Topology.create(torch.device("cpu"), timedelta(seconds=seconds), grouping=grouping)
 
 
 def options(threshold: int = 0, precision: str = "fp32", **rest: Any) -> EngineOptions:
@@ -82,9 +83,14 @@ def options(threshold: int = 0, precision: str = "fp32", **rest: Any) -> EngineO
 
 
 def make_engine(
-    module: nn.Module, optimizers: list[torch.optim.Optimizer], stage: int, seconds: float = 30, **rest: Any
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    stage: int,
+    seconds: float = 30,
+    grouping: Grouping | None = None,
+    **rest: Any,
 ) -> ZeroEngine:
-    engine = ZeroEngine(module, optimizers, topology(seconds), StagePlan.of(stage), options(**rest))
+    engine = ZeroEngine(module, optimizers, topology(seconds, grouping), StagePlan.of(stage), options(**rest))
     access.remember(engine)
     return engine
 
