@@ -43,7 +43,7 @@ from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction, constructing
 from ds_lightning.zero.meeting import Meeting, metrics_of
-from ds_lightning.zero.options import EngineOptions, grouping
+from ds_lightning.zero.options import EngineOptions, grouping, remarks
 from ds_lightning.zero.placement import equalize, move_all_but_parameters
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.skip import hold_on_skip
@@ -312,6 +312,8 @@ class ZeroStrategy(Checkpointing):
         )
         self._engine = ZeroEngine(module, self.optimizers, self._topology, plan, options, read)
         access.remember(self._engine)
+        for remark in remarks(self._resolved, self._topology):
+            rank_zero_info(f"ds_lightning: {remark}")
         if self._construction is not None:
             self._construction.finish()
             self._construction = None

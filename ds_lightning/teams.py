@@ -93,8 +93,9 @@ class Grouping:
         """
         if self.node_size is None:
             return tuple(found)
-        _check_divides("node_size", self.node_size, len(found))
-        return tuple(rank // self.node_size for rank in range(len(found)))
+        size = min(self.node_size, len(found))
+        _check_divides("node_size", size, len(found))
+        return tuple(rank // size for rank in range(len(found)))
 
 
 @dataclass(frozen=True, slots=True)

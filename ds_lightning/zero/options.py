@@ -12,6 +12,7 @@ from ds_lightning.layout.units import LeafModules
 from ds_lightning.offload.policy import Home, OffloadPolicy
 from ds_lightning.precision.dtypes import DtypePolicy
 from ds_lightning.teams import Grouping
+from ds_lightning.topology import Topology
 from ds_lightning.zero.reduce import ReduceOptions
 from ds_lightning.zero.transport import TransportOptions
 
@@ -116,3 +117,33 @@ def grouping(resolved: ResolvedConfig) -> Grouping:
         secondary_size=zero.zero_hpz_partition_size,
         levels=bool(zero.zero_quantized_gradients or zero.mics_hierarchical_params_gather),
     )
+
+
+def remarks(resolved: ResolvedConfig, topology: Topology) -> list[str]:
+    """What a configuration asks of the way things travel, and these ranks give no occasion for."""
+    zero, teams = resolved.zero_optimization, topology.teams
+    if zero.stage < 3:
+        return []
+    asked = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "mics_shard_size": zero.mics_shard_size > 0,
+        "mics_hierarchical_params_gather": zero.mics_hierarchical_params_gather,
+    }
+    if topology.world_size == 1:
+        given = [key for key, wanted in asked.items() if wanted]
+        return [f"{', '.join(given)}: nothing is sent, there is one rank"] if given else []
+    found = []
+    if asked["zero_hpz_partition_size"] and teams.secondary is None:
+        found.append(
+            f"zero_hpz_partition_size={zero.zero_hpz_partition_size} takes in all {topology.world_size} ranks, so a "
+            "second shard would be no larger than the first: none is kept"
+        )
+    nodes = len(set(teams.nodes))
+    why = "all ranks are on one node" if nodes == 1 else "nodes have one rank, or differ in their number of ranks"
+    if teams.inside is None and asked["zero_quantized_gradients"]:
+        found.append(f"zero_quantized_gradients: gradients travel as int4 in one step, because {why}")
+    if teams.inside is None and asked["mics_hierarchical_params_gather"]:
+        found.append(f"mics_hierarchical_params_gather: gathers take one step, because {why} that share shards")
+    return found
