@@ -312,7 +312,8 @@ class ZeroStrategy(Checkpointing):
         )
         self._engine = ZeroEngine(module, self.optimizers, self._topology, plan, options, read)
         access.remember(self._engine)
-        for remark in remarks(self._resolved, self._topology):
+        packed = any(buffers.quantized is not None for buffers in self._engine.units.values())
+        for remark in remarks(self._resolved, self._topology, packed):
             rank_zero_info(f"ds_lightning: {remark}")
         if self._construction is not None:
             self._construction.finish()

@@ -65,7 +65,7 @@ class Grouping:
         """
         world = len(nodes)
         nodes = self.nodes(nodes)
-        size = self.shard_size or world
+        size = min(self.shard_size or world, world)
         _check_divides("mics_shard_size", size, world)
         shards = tuple(tuple(range(first, first + size)) for first in range(0, world, size))
         found: dict[str, Partition] = {

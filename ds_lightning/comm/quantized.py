@@ -55,17 +55,25 @@ class Gathers(Protocol):
 
 
 def gather_quantized(
-    gathers: Gathers, full: torch.Tensor, what: str, tag: int, piece: int, scratch: Scratch
+    gathers: Gathers,
+    full: torch.Tensor,
+    what: str,
+    tag: int,
+    piece: int,
+    scratch: Scratch,
+    own: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Pending:
     """Fill `full` with every rank's chunk, as int8 sees it. Collective.
 
     Args:
         gathers: how to gather.
-        full: `[team * chunk]` in one of `QUANTIZABLE`; this rank's chunk is in place, and is replaced as well.
+        full: `[team * chunk]` in one of `QUANTIZABLE`; this rank's chunk is in place unless `own` is given, and is
+            replaced as well.
         what: name for messages.
         tag: distinguishes operations that are in flight together.
         piece: largest number of elements of `full` per message.
         scratch: memory for what is sent.
+        own: this rank's chunk, quantized already: payload and scales.
     """
     payload = scratch.take(full.numel(), torch.uint8)
     scales = scratch.take(scale_count(full.numel(), BLOCK), torch.float32)
@@ -74,7 +82,11 @@ def gather_quantized(
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(size, -1)[place]
 
-    quantize(mine(payload), mine(scales), mine(full), block=BLOCK, bits=8)
+    if own is None:
+        quantize(mine(payload), mine(scales), mine(full), block=BLOCK, bits=8)
+    else:
+        mine(payload).copy_(own[0])
+        mine(scales).copy_(own[1])
     parts = [gathers.all_gather(payload, what, tag, piece), gathers.all_gather(scales, what, tag, piece)]
 
     def arrived() -> None:

@@ -222,6 +222,15 @@ def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
         )
 
 
+def _frozen_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    if stage == 3 and zero.zero_quantized_nontrainable_weights and zero.offload_param.is_on:
+        yield Problem(
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "keeps int8 weights on the device and does not go with offload_param; set one of the two",
+        )
+
+
 def _copies_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     zero = config.zero_optimization
     if stage < 3 or zero.mics_shard_size < 1:
@@ -288,6 +297,7 @@ _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _compressed_stage,
     _reduction_stage,
     _quantized_stage,
+    _frozen_stage,
     _copies_stage,
     _masters_stage,
 )

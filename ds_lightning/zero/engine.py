@@ -231,7 +231,8 @@ class ZeroEngine:
         homes = self._admit(layout.units)
         for unit in layout.units:
             parameters = [self.table.parameter(slot.name) for slot in unit.slots]
-            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.shard_rank, homes.get(unit.index))
+            packed = self.plan.shard_params and self.transport.packs(unit)
+            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.shard_rank, homes.get(unit.index), packed)
             buffers.fill(read, partial(self.collectives.broadcast, what=unit.name), self.topology.device)
             self.units[unit.index] = buffers
             self.table.place(unit)

@@ -100,6 +100,7 @@ class EngineOptions:
             transport=TransportOptions(
                 quantized_weights=bool(zero.zero_quantized_weights) and zero.stage == 3,
                 quantized_gradients=bool(zero.zero_quantized_gradients) and zero.stage == 3,
+                quantized_frozen=bool(zero.zero_quantized_nontrainable_weights) and zero.stage == 3,
                 hierarchical_gather=bool(zero.mics_hierarchical_params_gather) and zero.stage == 3,
             ),
             offload=OffloadPolicy.from_config(resolved),
@@ -119,11 +120,23 @@ def grouping(resolved: ResolvedConfig) -> Grouping:
     )
 
 
-def remarks(resolved: ResolvedConfig, topology: Topology) -> list[str]:
-    """What a configuration asks of the way things travel, and these ranks give no occasion for."""
+def remarks(resolved: ResolvedConfig, topology: Topology, packed: bool) -> list[str]:
+    """What a configuration asks of the way things travel, and these ranks, or this model, give no occasion for.
+
+    Args:
+        resolved: the configuration in force.
+        topology: the ranks.
+        packed: whether some frozen unit is kept as int8.
+    """
     zero, teams = resolved.zero_optimization, topology.teams
     if zero.stage < 3:
         return []
+    found = []
+    if zero.zero_quantized_nontrainable_weights and not packed:
+        found.append(
+            "zero_quantized_nontrainable_weights: no frozen parameter is larger than "
+            "stage3_param_persistence_threshold, so none is kept as int8"
+        )
     asked = {
         "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_quantized_weights": zero.zero_quantized_weights,
@@ -133,13 +146,14 @@ def remarks(resolved: ResolvedConfig, topology: Topology) -> list[str]:
     }
     if topology.world_size == 1:
         given = [key for key, wanted in asked.items() if wanted]
-        return [f"{', '.join(given)}: nothing is sent, there is one rank"] if given else []
-    found = []
+        return [*found, f"{', '.join(given)}: nothing is sent, there is one rank"] if given else found
     if asked["zero_hpz_partition_size"] and teams.secondary is None:
         found.append(
             f"zero_hpz_partition_size={zero.zero_hpz_partition_size} takes in all {topology.world_size} ranks, so a "
             "second shard would be no larger than the first: none is kept"
         )
+    if asked["mics_shard_size"] and teams.replicas.size == 1:
+        found.append(f"mics_shard_size={zero.mics_shard_size} takes in all ranks: there is one copy of the model")
     nodes = len(set(teams.nodes))
     why = "all ranks are on one node" if nodes == 1 else "nodes have one rank, or differ in their number of ranks"
     if teams.inside is None and asked["zero_quantized_gradients"]:

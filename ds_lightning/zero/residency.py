@@ -141,7 +141,7 @@ class ResidencyManager:
         """
         entry = self.units[index]
         if entry.state is Residency.FULL:
-            entry.exact = self._transport.exact(entry.buffers.unit)
+            entry.exact = self._transport.exact(entry.buffers)
             with torch.no_grad():
                 self._transport.gather(entry.buffers, index * TAGS + GATHER_TAG, self._piece, again=True).wait()
             return
@@ -177,7 +177,7 @@ class ResidencyManager:
         if entry.state is not Residency.SHARDED:
             return
         buffers = entry.buffers
-        entry.exact = exact or self._transport.exact(buffers.unit)
+        entry.exact = exact or self._transport.exact(buffers)
         tag = buffers.unit.index * TAGS + GATHER_TAG
         with torch.no_grad():
             buffers.allocate()

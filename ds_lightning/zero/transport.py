@@ -26,16 +26,18 @@ class TransportOptions:
     Attributes:
         quantized_weights: `zero_quantized_weights`.
         quantized_gradients: `zero_quantized_gradients`.
+        quantized_frozen: `zero_quantized_nontrainable_weights`.
         hierarchical_gather: `mics_hierarchical_params_gather`.
     """
 
     quantized_weights: bool = False
     quantized_gradients: bool = False
+    quantized_frozen: bool = False
     hierarchical_gather: bool = False
 
     def alignment(self, topology: Topology) -> int:
         """Elements of which a shard must be a multiple."""
-        blocks = BLOCK if self.quantized_weights or self.quantized_gradients else 1
+        blocks = BLOCK if self.quantized_weights or self.quantized_gradients or self.quantized_frozen else 1
         return math.lcm(ALIGNMENT * topology.teams.replicas.size, blocks)
 
 
@@ -77,18 +79,27 @@ class Transport:
         Raises:
             ConfigError: for fp64 that is to be quantized.
         """
-        quantized = self._options.quantized_weights or self._options.quantized_gradients
+        options = self._options
+        quantized = options.quantized_weights or (
+            options.quantized_gradients if unit.trainable else options.quantized_frozen
+        )
         if quantized and unit.dtype == torch.float64 and not unit.resident:
             raise ConfigError(
                 f"{unit.slots[0].name} is fp64, which is not quantized: train in another precision, or set "
-                "zero_quantized_weights and zero_quantized_gradients to false."
+                "zero_quantized_weights, zero_quantized_gradients and zero_quantized_nontrainable_weights to false."
             )
+
+    def packs(self, unit: Unit) -> bool:
+        """Whether a unit of stage 3 is kept as int8."""
+        frozen = not unit.trainable and not unit.resident
+        return self._options.quantized_frozen and frozen and unit.master_dtype in QUANTIZABLE
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
-    def exact(self, unit: Unit) -> bool:
+    def exact(self, buffers: UnitBuffers) -> bool:
         """Whether gathers give the values that their owners have."""
-        return not self._options.quantized_weights or unit.dtype not in QUANTIZABLE or self._collectives.team.size == 1
+        wanted = self._options.quantized_weights and buffers.quantized is None and self._collectives.team.size > 1
+        return not wanted or buffers.unit.dtype not in QUANTIZABLE
 
     def gather(self, buffers: UnitBuffers, tag: int, piece: int, exact: bool = False, again: bool = False) -> Pending:
         """Fill the `full` of a sharded unit, which must have its memory. Collective.
@@ -101,10 +112,15 @@ class Transport:
             again: it has been gathered here, and nothing has changed since.
         """
         unit = buffers.unit
-        plainly = exact or self.exact(unit)
-        kept = self._secondary if plainly == self.exact(unit) else None
+        plainly = exact or self.exact(buffers)
+        kept = self._secondary if plainly == self.exact(buffers) else None
         if kept is not None and unit.index in kept:
             return kept.gather(buffers, tag, piece)
+        packed = buffers.quantized
+        if packed is not None:
+            own = packed.payload, packed.scales
+            pending = gather_quantized(self._gathers, buffers.full, unit.name, tag, piece, self._pool, own)
+            return pending if kept is None else Chained([pending], lambda: kept.keep(buffers))
         if not (again and plainly):
             buffers.place_own()
         if plainly:

@@ -484,3 +484,63 @@ def test_copies_of_a_sharded_model_train_as_one(size):
 @pytest.mark.parametrize("name", SOME)
 def test_copies_of_a_sharded_model_train_as_one_in_all_ways(name, recipe):
     run_ranks(check_copies, 4, name, RECIPES[recipe], 2)
+
+
+# Frozen weights -------------------------------------------------------------------------------------------------------
+
+FROZEN = TransportOptions(quantized_frozen=True)
+
+
+def check_frozen(recipe, rest):
+    """Training is that of plain stage 3 whose frozen weights are those that int8 can show."""
+    module, optimizer = build(models.FrozenHalf, recipe, dist.get_rank())
+    engine = make_engine(module, [optimizer], 3, transport=FROZEN, precision=recipe.precision, **rest)
+    packed = [buffers for buffers in engine.units.values() if buffers.quantized is not None]
+    assert {slot.name for b in packed for slot in b.unit.slots} == {
+        name for name, parameter in module.named_parameters() if not parameter.requires_grad
+    }
+    for buffers in packed:
+        assert buffers.state_nbytes == buffers.unit.chunk * (1 + 4 / BLOCK)
+    shown, exact = full_values(engine), dict(build(models.FrozenHalf, recipe, 0)[0].named_parameters())
+    for buffers in packed:
+        largest = max(float(exact[slot.name].abs().max()) for slot in buffers.unit.slots)
+        for slot in buffers.unit.slots:
+            wanted, eps = exact[slot.name].detach(), torch.finfo(buffers.unit.dtype).eps
+            error = (shown[slot.name].float() - wanted).abs()
+            assert bool((error <= largest / 254 * (1 + 1e-6) + 2 * eps * largest).all())
+    with engine.state_dicts.loading():  # as a checkpoint is read: what int8 showed once, it shows again
+        module.load_state_dict({name: value.clone() for name, value in shown.items()})
+    again = full_values(engine)
+    assert all(torch.equal(value, again[name]) for name, value in shown.items())
+    with gathered(module, modifier_rank=0), torch.no_grad():
+        for buffers in packed:
+            buffers.parameters[0].mul_(2)
+    doubled = full_values(engine)
+    for buffers in packed:
+        name = buffers.unit.slots[0].name
+        assert float((doubled[name].float() - 2 * shown[name].float()).abs().max()) <= float(largest) / 100
+    with engine.state_dicts.loading():
+        module.load_state_dict(shown)
+    engine.dissolve()
+
+    def make():
+        module = models.FrozenHalf()
+        module.load_state_dict({name: value.float() for name, value in shown.items()})
+        return module
+
+    wanted = train(make, 3, recipe)
+    got = train(models.FrozenHalf, 3, recipe, transport=FROZEN, **rest)
+    if recipe.precision == "fp32":
+        assert got.losses == wanted.losses
+        assert same_bits(got, wanted)
+    else:
+        assert got.losses == pytest.approx(wanted.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("world", "secondary"), [(2, 1), *(pytest.param(*row, marks=pytest.mark.full) for row in ((1, 1), (4, 2)))]
+)
+def test_frozen_weights_are_int8_between_and_on_the_wire(world, secondary):
+    rest = {"grouping": Grouping(secondary_size=secondary)} if secondary > 1 else {}
+    for recipe in (Recipe(accumulate=2), Recipe(precision="bf16")):
+        run_ranks(check_frozen, world, recipe, rest)

@@ -174,7 +174,9 @@ class ZeroConfig(Block):
         1, "Consecutive ranks that keep what was gathered until weights change; 1 is off.", at_least=1, stages=_STAGE_3
     )
     zero_quantized_weights: bool = key(False, "Weights of sharded units travel as int8.", stages=_STAGE_3)
-    zero_quantized_nontrainable_weights: bool = key(False, "Store frozen weights as int8.", stages=_STAGE_3)
+    zero_quantized_nontrainable_weights: bool = key(
+        False, "Frozen weights of sharded units are kept, and travel, as int8.", stages=_STAGE_3
+    )
     zero_quantized_gradients: bool = key(
         False, "Gradients of sharded units travel as int4, first inside nodes, then across.", stages=_STAGE_3
     )

@@ -36,6 +36,10 @@ def stage(number, **rest):
         (stage(2, offload_optimizer={"super_offload": True}), "super_offload: needs stage 3"),
         (stage(2, legacy_stage1=True), "legacy_stage1"),
         (stage(3, zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter=true"),
+        (
+            stage(3, zero_quantized_nontrainable_weights=True, offload_param={"device": "cpu"}),
+            "does not go with offload_param",
+        ),
         (stage(3, mics_shard_size=2, zero_hpz_partition_size=2), "does not go with zero_hpz_partition_size"),
         (stage(3, mics_shard_size=2, zero_quantized_gradients=True), "does not go with zero_quantized_gradients"),
         ({**stage(3), "gradient_allreduce_op": "SUM"}, "'sum' does not go with stage 3"),
