@@ -13,6 +13,7 @@ only makes the compute stream wait.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,12 +75,12 @@ class Chained(Pending):
 class PendingReduce:
     """A reduce-scatter in flight: `finish` waits and adds this rank's chunk of the sum to its destination."""
 
-    __slots__ = ("_pending", "_premultiplied", "_sources")
+    __slots__ = ("_divided", "_pending", "_sources")
 
-    def __init__(self, pending: Pending, sources: list[torch.Tensor], premultiplied: bool) -> None:
+    def __init__(self, pending: Pending, sources: list[torch.Tensor], divided: int = 1) -> None:
         self._pending = pending
         self._sources = sources
-        self._premultiplied = premultiplied
+        self._divided = divided  # by this, on the way
 
     def advance(self) -> None:
         """Begin the next step of a reduction that has several, waiting for the one before. Collective, as `finish`."""
@@ -93,7 +94,9 @@ class PendingReduce:
             accumulate: add to what `out` holds.
         """
         self._pending.wait()
-        factor = 1.0 if self._premultiplied else scale
+        factor = scale * self._divided
+        if math.isclose(factor, 1.0):
+            factor = 1.0
         reduce_sum(out, self._sources, scale=factor, accumulate=accumulate)
         self._sources = []
 
@@ -228,7 +231,7 @@ class _Alone(Collectives):
     def reduce_scatter(
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
     ) -> PendingReduce:
-        return PendingReduce(Pending([], (), str), [full], premultiplied=False)
+        return PendingReduce(Pending([], (), str), [full])
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         if full is not None:
@@ -309,7 +312,7 @@ class _PointToPoint(Collectives):
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
         self._sent("reduce_scatter", chunks[own].nbytes)
-        return PendingReduce(Pending(works, (full, *sources), describe), sources, premultiplied=False)
+        return PendingReduce(Pending(works, (full, *sources), describe), sources)
 
 
 class _Native(Collectives):
@@ -359,7 +362,7 @@ class _Native(Collectives):
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
         self._sent("reduce_scatter", out.nbytes)
-        return PendingReduce(Pending([work], (full, out), describe), [out], premultiplied=average)
+        return PendingReduce(Pending([work], (full, out), describe), [out], size if average else 1)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         target = own.new_empty(own.numel() * self.team.size) if full is None else full

@@ -80,7 +80,7 @@ class ReplicatedReduce(PendingReduce):
         piece: int,
         scratch: Scratch,
     ) -> None:
-        super().__init__(Pending([], (), str), [], premultiplied=False)
+        super().__init__(Pending([], (), str), [])
         self._inner: PendingReduce | None = inner
         self._numel = numel
         self._dtype = dtype

@@ -109,7 +109,7 @@ class QuantizedReduce(PendingReduce):
     """
 
     def __init__(self, steps: Sequence[Collectives], full: torch.Tensor, what: str, tag: int, scratch: Scratch) -> None:
-        super().__init__(Pending([], (), str), [], premultiplied=False)
+        super().__init__(Pending([], (), str), [])
         self._steps = list(steps)
         self._what = what
         self._tag = tag

@@ -21,7 +21,7 @@ class UnitGradients:
         present: per slot, whether any rank had a gradient since it was last zeroed.
     """
 
-    def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None) -> None:
+    def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None, shows: bool = True) -> None:
         unit = buffers.unit
         self.buffers = buffers
         self.home = buffers.home
@@ -30,7 +30,7 @@ class UnitGradients:
         self.dtype = dtype or unit.dtype
         self.whole = not plan.shard_optimizer
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
-        self.exposes = self.whole and unit.dtype == unit.master_dtype
+        self.exposes = shows and self.whole and unit.dtype == unit.master_dtype
         self.all_pieces = unit.pieces(0, unit.numel)
         self.owned_pieces = unit.pieces(*buffers.owned)
         self.grad: torch.Tensor | None = None
