@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from ds_lightning.comm.collectives import Chained, Collectives, Pending, PendingReduce
+from ds_lightning.comm.feedback import ErrorFeedback
 from ds_lightning.ops.quantize import dequantize, payload_bytes, quantize, scale_count
 from ds_lightning.ops.reduce import reduce_sum
 from ds_lightning.teams import Team
@@ -106,14 +107,27 @@ class QuantizedReduce(PendingReduce):
         what: name for messages.
         tag: distinguishes operations that are in flight together.
         scratch: memory for what is sent and summed.
+        feedback: carries errors on; None loses them.
+        unit: whose they are.
     """
 
-    def __init__(self, steps: Sequence[Collectives], full: torch.Tensor, what: str, tag: int, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Collectives],
+        full: torch.Tensor,
+        what: str,
+        tag: int,
+        scratch: Scratch,
+        feedback: ErrorFeedback | None = None,
+        unit: int = 0,
+    ) -> None:
         super().__init__(Pending([], (), str), [])
         self._steps = list(steps)
         self._what = what
         self._tag = tag
         self._scratch = scratch
+        self._feedback = feedback
+        self._unit = unit
         self._values = full  # of the step under way
         self._owned = False  # whether `_values` is scratch
         self._exchange: _Exchange | None = None
@@ -123,7 +137,17 @@ class QuantizedReduce(PendingReduce):
         """Start the exchange of the next step."""
         step = self._steps.pop(0)
         outer = self._steps[0].team.size if self._steps else 1  # for how many later targets each message is
-        self._exchange = _Exchange(step, self._values, outer, self._what, self._tag, self._scratch)
+        numel = self._values.numel()
+        payload = self._scratch.take(payload_bytes(numel, 4), torch.uint8)
+        scales = self._scratch.take(scale_count(numel, BLOCK), torch.float32)
+        if self._feedback is None:
+            quantize(payload, scales, self._values, block=BLOCK, bits=4)
+        else:
+            take, give = self._scratch.take, self._scratch.give
+            self._feedback.quantize((self._unit, len(self._steps)), payload, scales, self._values, take, give)
+        self._exchange = _Exchange(step, self._values, payload, scales, outer, self._what, self._tag, self._scratch)
+        self._scratch.give(payload)
+        self._scratch.give(scales)
 
     def _land(self) -> None:
         """Wait for the exchange under way; what it sums to is the values of the next step."""
@@ -160,6 +184,8 @@ class _Exchange:
     Args:
         collectives: the team.
         values: `[outer, team, n]`, flat; the rank at place p gets all `[:, p]`.
+        payload: the values as int4.
+        scales: of their blocks.
         outer: see there.
         what: name for messages.
         tag: of the messages.
@@ -167,26 +193,28 @@ class _Exchange:
     """
 
     def __init__(
-        self, collectives: Collectives, values: torch.Tensor, outer: int, what: str, tag: int, scratch: Scratch
+        self,
+        collectives: Collectives,
+        values: torch.Tensor,
+        payload: torch.Tensor,
+        scales: torch.Tensor,
+        outer: int,
+        what: str,
+        tag: int,
+        scratch: Scratch,
     ) -> None:
         size = collectives.team.size
         self._place = collectives.team.place
         self._scratch = scratch
         self._values = values.view(outer, size, -1)
-        numel = values.numel()
-        self._packed = payload_bytes(numel, 4) // size  # bytes of a message before its scales
-        self._numel = numel // size
-        message = self._packed + 4 * scale_count(numel, BLOCK) // size
-        payload = scratch.take(payload_bytes(numel, 4), torch.uint8)
-        scales = scratch.take(scale_count(numel, BLOCK), torch.float32)
-        quantize(payload, scales, values, block=BLOCK, bits=4)
+        self._packed = payload.numel() // size  # bytes of a message before its scales
+        self._numel = values.numel() // size
+        message = self._packed + scales.nbytes // size
         self._sent = scratch.take(size * message, torch.uint8)
         self._received = scratch.take(size * message, torch.uint8)
         rows = self._sent.view(size, message)
         for target, source in ((rows[:, : self._packed], payload), (rows[:, self._packed :], scales.view(torch.uint8))):
             target.unflatten(1, (outer, -1)).copy_(source.view(outer, size, -1).transpose(0, 1))
-        scratch.give(payload)
-        scratch.give(scales)
         self._pending = collectives.all_to_all(rows, self._received.view(size, message), what, tag)
 
     def sum(self) -> torch.Tensor:

@@ -215,6 +215,11 @@ def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
             "zero_optimization.zero_quantized_gradients",
             "needs zero_optimization.reduce_scatter=true",
         )
+    if stage == 3 and zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Problem(
+            "zero_optimization.zeropp_loco_param",
+            "carries errors of quantized gradients and needs zero_optimization.zero_quantized_gradients=true",
+        )
 
 
 def _frozen_stage(config: DeepSpeedConfig, stage: int) -> Problems:

@@ -40,7 +40,6 @@ _PLANNED_OPTIMIZERS = frozenset(
 PLANNED = (
     Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),
     Row("aio.use_gds", _true, _SWITCH_OFF),
-    Row("zero_optimization.zeropp_loco_param", _not(None), "leave the block out"),
     Row("zero_optimization.zenflow", _not(None), "leave the block out"),
     Row(
         "optimizer.type",

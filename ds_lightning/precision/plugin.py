@@ -213,6 +213,9 @@ class ZeroPrecision(Precision):
             current = 1.0 if sharded.first_group in self._unscaled else self._scale_in_backward
             if current != scale:
                 sharded.reduced_gradients().scale_(scale / current)
+        feedback = None if self._engine is None else self._engine.transport.feedback
+        if feedback is not None and scale != self._scale_in_backward:
+            feedback.rescale(scale / self._scale_in_backward)
         self._unscaled.clear()
         self._scale_in_backward = scale
 
@@ -244,6 +247,8 @@ class ZeroPrecision(Precision):
         if overflow:
             engine.norms.step_begins(sharded)
             self.skipped_steps += 1
+            if engine.transport.feedback is not None:
+                engine.transport.feedback.forget()
         else:
             try:
                 optimizer.step(**kwargs)

@@ -432,6 +432,8 @@ class ZeroEngine:
             return
         sharded.swap_out()
         self.steps += 1
+        if self.transport.feedback is not None:
+            self.transport.feedback.stepped()
         touched = sharded.touched_units()
         publishing, self._publishing = self._publishing, []
         for index in touched:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_lightning.comm.averaging import Averaging
+from ds_lightning.comm.feedback import FeedbackOptions
 from ds_lightning.config import ResolvedConfig
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
@@ -75,6 +76,7 @@ class EngineOptions:
             return int(getattr(zero, key)) if f"zero_optimization.{key}" in given else None
 
         dtype = resolved.communication_data_type
+        loco = zero.zeropp_loco_param if zero.stage == 3 else None
         return cls(
             layout=LayoutOptions(
                 param_persistence_threshold=int(zero.stage3_param_persistence_threshold),
@@ -107,6 +109,7 @@ class EngineOptions:
                 quantized_weights=bool(zero.zero_quantized_weights) and zero.stage == 3,
                 quantized_gradients=bool(zero.zero_quantized_gradients) and zero.stage == 3,
                 quantized_frozen=bool(zero.zero_quantized_nontrainable_weights) and zero.stage == 3,
+                feedback=None if loco is None else FeedbackOptions(float(loco.err_beta), int(loco.reset_T)),
                 hierarchical_gather=bool(zero.mics_hierarchical_params_gather) and zero.stage == 3,
             ),
             offload=OffloadPolicy.from_config(resolved),

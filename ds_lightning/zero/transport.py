@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_lightning.comm.collectives import Chained, Collectives, Pending, PendingReduce
+from ds_lightning.comm.feedback import ErrorFeedback, FeedbackOptions
 from ds_lightning.comm.hierarchical import HierarchicalGather, ReplicatedReduce
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.comm.quantized import BLOCK, QUANTIZABLE, Gathers, QuantizedReduce, gather_quantized
@@ -28,12 +29,14 @@ class TransportOptions:
         quantized_gradients: `zero_quantized_gradients`.
         quantized_frozen: `zero_quantized_nontrainable_weights`.
         hierarchical_gather: `mics_hierarchical_params_gather`.
+        feedback: `zeropp_loco_param`; None carries no errors.
     """
 
     quantized_weights: bool = False
     quantized_gradients: bool = False
     quantized_frozen: bool = False
     hierarchical_gather: bool = False
+    feedback: FeedbackOptions | None = None
 
     def alignment(self, topology: Topology) -> int:
         """Elements of which a shard must be a multiple."""
@@ -42,7 +45,10 @@ class TransportOptions:
 
 
 class Transport:
-    """Chooses how the values of each unit travel. Owns the second shards of hpZ.
+    """Chooses how the values of each unit travel. Owns the second shards of hpZ and the errors of LoCo.
+
+    Attributes:
+        feedback: errors of quantized gradients; None where none are carried.
 
     Args:
         collectives: over the ranks that share the shards.
@@ -64,6 +70,7 @@ class Transport:
             if self._options.hierarchical_gather:
                 self._gathers = HierarchicalGather(collectives, across, inside, pool)
         self._replicas = Collectives.create(topology, ledger, teams.replicas)
+        self.feedback = None if self._options.feedback is None else ErrorFeedback(self._options.feedback, BLOCK)
         self._secondary: SecondaryShards | None = None
         if teams.secondary is not None:
             self._secondary = SecondaryShards(Collectives.create(topology, ledger, teams.secondary))
@@ -146,11 +153,13 @@ class Transport:
         """A unit is gone."""
         if self._secondary is not None:
             self._secondary.drop(index)
+        if self.feedback is not None:
+            self.feedback.drop(index)
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of second shards on this rank."""
-        return 0 if self._secondary is None else self._secondary.nbytes
+        """Bytes of second shards and carried errors on this rank."""
+        return sum(owner.nbytes for owner in (self._secondary, self.feedback) if owner is not None)
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
@@ -169,7 +178,7 @@ class Transport:
         name = buffers.unit.name
         team = self._collectives.team
         if self._options.quantized_gradients and buffers.sharded and full.dtype in QUANTIZABLE and team.size > 1:
-            return QuantizedReduce(self._steps, full, name, tag, self._pool)
+            return QuantizedReduce(self._steps, full, name, tag, self._pool, self.feedback, buffers.unit.index)
         pending = self._collectives.reduce_scatter(full, name, tag, piece, take)
         if self._replicas.team.size == 1:
             return pending

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from ds_lightning.comm.collectives import Collectives
+from ds_lightning.comm.feedback import ErrorFeedback, FeedbackOptions
 from ds_lightning.comm.hierarchical import HierarchicalGather
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.comm.quantized import BLOCK, Gathers, QuantizedReduce, gather_quantized
 from ds_lightning.errors import ConfigError
+from ds_lightning.ops.quantize import dequantize
 from ds_lightning.teams import Grouping
 from ds_lightning.zero.access import full_grad, gathered, grad_norms
 from ds_lightning.zero.buffers import ScratchPool
@@ -544,3 +546,74 @@ def test_frozen_weights_are_int8_between_and_on_the_wire(world, secondary):
     rest = {"grouping": Grouping(secondary_size=secondary)} if secondary > 1 else {}
     for recipe in (Recipe(accumulate=2), Recipe(precision="bf16")):
         run_ranks(check_frozen, world, recipe, rest)
+
+
+# Error feedback -------------------------------------------------------------------------------------------------------
+
+
+def carried(feedback, key):
+    payload, scales = feedback._errors[key]
+    error = torch.empty(payload.numel())
+    dequantize(error, payload, scales, block=BLOCK, bits=8)
+    return error
+
+
+def test_what_is_not_sent_is_carried():
+    generator = torch.Generator().manual_seed(0)
+    pool, key, numel = ScratchPool(torch.device("cpu")), (3, 1), 8 * BLOCK
+    for beta in (0.0, 0.8):
+        feedback, before = ErrorFeedback(FeedbackOptions(beta, reset=5), BLOCK), torch.zeros(numel)
+        for _ in range(4):
+            values = torch.randn(numel, generator=generator)
+            payload, scales = torch.empty(numel // 2, dtype=torch.uint8), torch.empty(numel // BLOCK)
+            feedback.quantize(key, payload, scales, values, pool.take, pool.give)
+            sent = torch.empty(numel)
+            dequantize(sent, payload, scales, block=BLOCK, bits=4)
+            wanted = beta * before + (1 - beta) * (values + before - sent)
+            after = carried(feedback, key)
+            assert bool(((after - wanted).abs() <= largest(wanted) / 254 * (1 + 1e-5) + 1e-6).all())
+            before = after
+        feedback.rescale(4.0)
+        assert torch.equal(carried(feedback, key), 4 * before)
+        assert feedback.nbytes == numel * (1 + 4 / BLOCK)
+        values[3] = torch.inf
+        feedback.quantize(key, payload, scales, values, pool.take, pool.give)
+        assert scales[0].isnan()  # the receiver sees it
+        assert scales[1:].isfinite().all()
+        assert carried(feedback, key).isfinite().all()  # the next gradient is not spoilt by it
+        for _ in range(5):
+            assert feedback.nbytes
+            feedback.stepped()
+        assert not feedback.nbytes
+        feedback.quantize(key, payload, scales, torch.ones(numel), pool.take, pool.give)
+        feedback.drop(2)
+        assert feedback.nbytes
+        feedback.drop(3)
+        assert not feedback.nbytes
+
+
+def check_carrying(levels):
+    """Of equal gradients the mean over rounds comes ever closer to what was sent: nothing is lost, only late."""
+    ranks, rank = topology(grouping=Grouping(levels=levels, **NODES)), dist.get_rank()
+    pool, feedback = ScratchPool(ranks.device), ErrorFeedback(FeedbackOptions(beta=0.0), BLOCK)
+    teams = (ranks.teams.inside, ranks.teams.across) if levels else (None,)
+    steps = [Collectives.create(ranks, Ledger(), team) for team in teams]
+    every = [torch.randn(4 * CHUNK, generator=torch.Generator().manual_seed(number)) for number in range(4)]
+    exact = sum(every)[rank * CHUNK : (rank + 1) * CHUNK] / 4
+    total, errors = torch.zeros(CHUNK), []
+    for number in range(1, 17):
+        out = torch.empty(CHUNK)
+        QuantizedReduce(steps, every[rank], "test", 1, pool, feedback, 0).finish(out, 1 / 4, False)
+        total += out
+        errors.append(float((total / number - exact).norm() / exact.norm()))
+    assert errors[0] > 0.05
+    assert errors[-1] < errors[0] / 8
+
+
+def check_carryings():
+    for levels in (False, True):
+        check_carrying(levels)
+
+
+def test_carried_errors_arrive_later():
+    run_ranks(check_carryings, 4)

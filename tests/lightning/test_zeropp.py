@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
@@ -90,6 +91,43 @@ def check_evaluation(keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize("keys", ["everything", *(pytest.param(k, marks=pytest.mark.full) for k in ("near", "copies"))])
 def test_ranks_may_have_different_numbers_of_batches(keys: str) -> None:
     run_ranks(check_evaluation, 4, KEYS[keys])
+
+
+# Error feedback -------------------------------------------------------------------------------------------------------
+
+LOCO = {**GRADIENTS, "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 100}}
+
+
+class Overflows(Model):
+    """One loss is too large for fp16 gradients, after which the loss scale is halved."""
+
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(tokens, index)
+        return loss * 1e30 if index == 2 else loss
+
+
+def check_feedback() -> None:
+    run = trainer(strategy(LOCO), "16-mixed", steps=5)
+    model = Overflows()
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert run.strategy.engine is not None
+            feedback = run.strategy.engine.transport.feedback
+            assert feedback is not None
+            seen.append(feedback.nbytes)
+
+    run.callbacks.append(Watch())
+    run.fit(model, loader())
+    assert run.strategy.skipped_steps == 1
+    assert [bool(nbytes) for nbytes in seen[:4]] == [True, True, False, True]
+    assert run.strategy.model_state_bytes() >= seen[-1]
+    assert all(value.isfinite().all() for value in full_weights(model).values())
+
+
+def test_errors_are_dropped_where_a_step_is_skipped() -> None:
+    run_ranks(check_feedback, 4)
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -190,6 +228,7 @@ def held_out(keys: dict[str, Any], steps: int, precision: str) -> float:
 
 
 LONG = {"near": NEAR, "weights": WEIGHTS, "gradients": GRADIENTS, "everything": EVERYTHING, "copies": COPIES}
+LONG["carried"] = {**EVERYTHING, "zeropp_loco_param": {}}
 
 
 @pytest.mark.parametrize(

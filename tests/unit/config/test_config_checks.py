@@ -36,6 +36,7 @@ def stage(number, **rest):
         (stage(2, offload_optimizer={"super_offload": True}), "super_offload: needs stage 3"),
         (stage(2, legacy_stage1=True), "legacy_stage1"),
         (stage(3, zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter=true"),
+        (stage(3, zeropp_loco_param={}), "needs zero_optimization.zero_quantized_gradients=true"),
         (
             stage(3, zero_quantized_nontrainable_weights=True, offload_param={"device": "cpu"}),
             "does not go with offload_param",
