@@ -73,17 +73,26 @@ class Chained(Pending):
 
 
 class PendingReduce:
-    """A reduce-scatter in flight: `finish` waits and adds this rank's chunk of the sum to its destination."""
+    """A reduce-scatter in flight: `finish` waits and adds this rank's chunk of the sum to its destination.
 
-    __slots__ = ("_divided", "_pending", "_sources")
+    Attributes:
+        partial: the sum is one over this copy of the model alone; what other copies have is added later (MiCS).
+    """
+
+    __slots__ = ("_divided", "_pending", "_sources", "partial")
 
     def __init__(self, pending: Pending, sources: list[torch.Tensor], divided: int = 1) -> None:
         self._pending = pending
         self._sources = sources
         self._divided = divided  # by this, on the way
+        self.partial = False
 
     def advance(self) -> None:
         """Begin the next step of a reduction that has several, waiting for the one before. Collective, as `finish`."""
+
+    def include(self, earlier: torch.Tensor, scale: float) -> None:
+        """Let a sum over copies of the model take in `scale` times what this copy has from earlier, partial ones."""
+        raise NotImplementedError("only sums over copies have something left to add")
 
     def finish(self, out: torch.Tensor, scale: float, accumulate: bool) -> None:
         """Write `scale` times the sum over ranks into `out`, or add it.

@@ -51,6 +51,32 @@ class HierarchicalGather:
         return Chained([first], spread)
 
 
+def all_reduce(
+    collectives: Collectives, values: torch.Tensor, what: str, tag: int, piece: int, scratch: Scratch
+) -> None:
+    """Replace `values` by their sum over a team, the same bits on every rank. Collective; waits.
+
+    Args:
+        collectives: over the team.
+        values: flat, a multiple of the team's size.
+        what: name for messages.
+        tag: of the messages.
+        piece: elements per message.
+        scratch: memory.
+    """
+    taken: list[torch.Tensor] = []
+
+    def take(numel: int) -> torch.Tensor:
+        taken.append(scratch.take(numel, values.dtype))
+        return taken[-1]
+
+    own = values.view(collectives.team.size, -1)[collectives.team.place]
+    collectives.reduce_scatter(values, what, tag, piece, take).finish(own, 1.0, accumulate=False)
+    collectives.all_gather(values, what, tag, piece).wait()
+    for tensor in taken:
+        scratch.give(tensor)
+
+
 class ReplicatedReduce(PendingReduce):
     """A reduce-scatter inside a shard group, then an all-reduce among the owners of the same shard (MiCS, section 3.2).
 
@@ -89,18 +115,30 @@ class ReplicatedReduce(PendingReduce):
         self._names = what, tag, piece
         self._scratch = scratch
         self._taken: list[torch.Tensor] = []
+        self._begun = False
 
     def _take(self, numel: int) -> torch.Tensor:
         self._taken.append(self._scratch.take(numel, self._dtype))
         return self._taken[-1]
 
+    def include(self, earlier: torch.Tensor, scale: float) -> None:
+        """As `PendingReduce.include`; before the sum over replicas has begun."""
+        self._own_mean().add_(earlier, alpha=1.0 / (scale * self._shards))
+
+    def _own_mean(self) -> torch.Tensor:
+        """The mean over the shard group."""
+        if self._inner is not None:
+            inner, self._inner = self._inner, None
+            self._mean = self._take(self._numel)
+            inner.finish(self._mean, 1.0 / self._shards, accumulate=False)  # a backend may give means only
+        return self._mean
+
     def advance(self) -> None:
         """Begin to sum over replicas."""
-        if self._inner is None:
+        if self._begun:
             return
-        inner, self._inner = self._inner, None
-        self._mean = self._take(self._numel)
-        inner.finish(self._mean, 1.0 / self._shards, accumulate=False)  # a backend may give means only
+        self._begun = True
+        self._own_mean()
         what, tag, piece = self._names
         self._across = self._replicas.reduce_scatter(self._mean, what, tag, piece, self._take)
 

@@ -223,6 +223,7 @@ class ZeroPrecision(Precision):
         """Unscale an optimizer's gradients, once; whether they overflowed on any rank. Collective."""
         engine = self._engine
         assert engine is not None
+        engine.reducer.settle()
         if self.loss_scaler is None and not self.check_grad_overflow:
             return False
         overflow, backwards = self._unscaled.get(sharded.first_group, (False, -1))

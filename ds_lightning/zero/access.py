@@ -110,6 +110,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None if parameter.grad is None else parameter.grad.detach().clone()
     if not gradients.valid or not gradients.present[place]:
         return None
+    engine.reducer.settle()
     slot = unit.slots[place]
     if gradients.whole:
         full = gradients.read(0, unit.numel)
@@ -153,9 +154,11 @@ def grad_norms(module: nn.Module, norm_type: float = 2, group_separator: str = "
     if norm_type <= 0:
         raise ConfigError(f"norm_type must be a positive number or inf, not {norm_type}.")
     pieces: dict[str, torch.Tensor | None] = {}
-    engine = None
-    for name, parameter in module.named_parameters():
-        engine = engine_of(parameter) or engine
+    parameters = dict(module.named_parameters())
+    engine = next((found for found in map(engine_of, parameters.values()) if found is not None), None)
+    if engine is not None:
+        engine.reducer.settle()
+    for name, parameter in parameters.items():
         pieces[name] = _owned_gradient(parameter)
     present = {name: piece for name, piece in pieces.items() if piece is not None}
     if not present:

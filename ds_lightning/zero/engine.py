@@ -418,6 +418,7 @@ class ZeroEngine:
                 "outside of `swapped()`."
             )
         self.values.absorb()
+        self.reducer.settle()
         self.norms.step_begins(sharded)
         self._steps_within = 0
         apart = sharded.swap_in()

@@ -19,6 +19,7 @@ class UnitGradients:
         on_disk: the reduced gradient, where it lives on disk.
         valid: whether `grad` holds anything since it was last zeroed.
         present: per slot, whether any rank had a gradient since it was last zeroed.
+        apart: whether `grad` is to be summed over copies of the model yet (MiCS, inside an accumulation window).
     """
 
     def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None, shows: bool = True) -> None:
@@ -37,6 +38,7 @@ class UnitGradients:
         self._landing: torch.Tensor | None = None  # between `open` and `close`
         self.on_disk = self.home.gradient(self.owned_pieces) if self.home is not None else None
         self.valid = False
+        self.apart = False
         self.present = [False] * len(unit.slots)
         self.arrived = bytearray(len(unit.slots))  # in this backward
         self.local: torch.Tensor | None = None  # fp32 sum of the micro-batches of a window that is not communicated
@@ -184,7 +186,7 @@ class UnitGradients:
         kept = [slot.group not in groups for slot in self.unit.slots]
         self.present = [present and keep for present, keep in zip(self.present, kept, strict=True)]
         if not any(kept):
-            self.valid = False
+            self.valid = self.apart = False
             self.local = None
             return
         if self.on_disk is not None and self.valid:

@@ -10,6 +10,9 @@ unused parameters cost no communication.
 
 [Note: one reducer] The mean of a gradient is `1/world_size * ((g_0 + g_1) + g_2 ...)`, summed in rank order in fp32 (or
 wider), at every stage; `Averaging` has the other factors. Stage 0 then gathers the shards; stages 1-3 keep them.
+
+[Note: copies of the model] Under MiCS the sum over a shard group is added up in every micro-batch, and that over copies
+of the model once in an accumulation window, with its last backward. Until then a shard's gradient is `apart`.
 """
 
 from __future__ import annotations
@@ -186,11 +189,13 @@ class GradientReducer:
         tag = unit.index * TAGS + REDUCE_TAG
         with torch.no_grad():
             for earlier, under_way, _ in self._in_flight if bounded else ():
-                if earlier.buffers.sharded:
+                if earlier.buffers.sharded and not earlier.apart:
                     under_way.advance()
             flat = take(unit.numel)
             self._flatten(gradients, flat)
-            pending = self._transport.reduce_scatter(gradients.buffers, flat, tag, self._options.piece, take)
+            pending = self._transport.reduce_scatter(
+                gradients.buffers, flat, tag, self._options.piece, take, later=not self.sync
+            )
         gradients.launched += 1
         self._in_flight.append((gradients, pending, taken))
         if bounded and not limit:
@@ -216,9 +221,15 @@ class GradientReducer:
             accumulate = gradients.valid and (not gradients.exposes or gradients.landed > 0)
             destination = gradients.open(accumulate)
             behind = self._options.averaging.behind(self._collectives.topology.world_size)
-            pending.finish(destination, behind, accumulate)
+            apart = accumulate and gradients.apart
+            if pending.partial and accumulate and not apart:
+                destination.mul_(1.0 / self._transport.copies)  # every copy has it, and they will be summed
+            if apart and not pending.partial:
+                pending.include(destination, behind)
+            pending.finish(destination, behind, accumulate and (pending.partial or not apart))
             gradients.close(destination)
         gradients.valid = True
+        gradients.apart = pending.partial
         gradients.landed += 1
         for tensor in taken:
             self._pool.give(tensor)
@@ -293,15 +304,33 @@ class GradientReducer:
             self._learnt = True
         absent = self._note_presence(units, result[len(units) :])
         self._note_absence(absent)
+        if self.sync:
+            self.settle()
         if not self._plan.shard_optimizer:
             self._gather_gradients([g for g in units if targets[g.unit.index] and g.unit.index not in absent])
+
+    def settle(self) -> None:
+        """Sum what copies of the model hold apart (MiCS). Collective.
+
+        A window's last backward does that; who looks at gradients before calls it.
+        """
+        for index in sorted(self.units):
+            gradients = self.units[index]
+            if not gradients.apart:
+                continue
+            with torch.no_grad():
+                values = gradients.open(accumulate=True)
+                tag = index * TAGS + REDUCE_TAG
+                self._transport.sum_copies(gradients.buffers, values, tag, self._options.piece)
+                gradients.close(values)
+            gradients.apart = False
 
     def _note_absence(self, absent: set[int]) -> None:
         """Choose what is late in the next backward; every rank does so from the same knowledge."""
         for index in absent - self._late:
             gradients = self.units[index]
             if not any(gradients.present):  # what was reduced were zeros
-                gradients.valid = False
+                gradients.valid = gradients.apart = False
                 gradients.grad = None
         # One backward with gradients is not enough to be early again: two networks may train in turns.
         self._late = absent | (self._late & self._absent)

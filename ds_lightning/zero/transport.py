@@ -10,8 +10,7 @@ import torch
 
 from ds_lightning.comm.collectives import Chained, Collectives, Pending, PendingReduce
 from ds_lightning.comm.feedback import ErrorFeedback, FeedbackOptions
-from ds_lightning.comm.hierarchical import HierarchicalGather, ReplicatedReduce
-from ds_lightning.comm.ledger import Ledger
+from ds_lightning.comm.hierarchical import HierarchicalGather, ReplicatedReduce, all_reduce
 from ds_lightning.comm.quantized import BLOCK, QUANTIZABLE, Gathers, QuantizedReduce, gather_quantized
 from ds_lightning.errors import ConfigError
 from ds_lightning.layout.flat import ALIGNMENT, Unit
@@ -74,11 +73,6 @@ class Transport:
         self._secondary: SecondaryShards | None = None
         if teams.secondary is not None:
             self._secondary = SecondaryShards(Collectives.create(topology, ledger, teams.secondary))
-
-    @classmethod
-    def create(cls, topology: Topology, ledger: Ledger, pool: ScratchPool, options: TransportOptions) -> Transport:
-        """With collectives of its own."""
-        return cls(Collectives.create(topology, ledger), pool, options)
 
     def check(self, unit: Unit) -> None:
         """Refuse a unit that cannot travel as it is wanted.
@@ -163,8 +157,19 @@ class Transport:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
+    @property
+    def copies(self) -> int:
+        """How many copies of the model there are (MiCS)."""
+        return self._replicas.team.size
+
     def reduce_scatter(
-        self, buffers: UnitBuffers, full: torch.Tensor, tag: int, piece: int, take: Callable[[int], torch.Tensor]
+        self,
+        buffers: UnitBuffers,
+        full: torch.Tensor,
+        tag: int,
+        piece: int,
+        take: Callable[[int], torch.Tensor],
+        later: bool = False,
     ) -> PendingReduce:
         """Sum a unit's gradients over all ranks, each rank receiving its chunk. Collective.
 
@@ -174,14 +179,22 @@ class Transport:
             tag: of messages.
             piece: elements per message.
             take: gives a scratch tensor of so many elements, of `full`'s dtype.
+            later: more gradients come before a step, so copies of the model need not be summed yet.
         """
         name = buffers.unit.name
         team = self._collectives.team
         if self._options.quantized_gradients and buffers.sharded and full.dtype in QUANTIZABLE and team.size > 1:
             return QuantizedReduce(self._steps, full, name, tag, self._pool, self.feedback, buffers.unit.index)
         pending = self._collectives.reduce_scatter(full, name, tag, piece, take)
-        if self._replicas.team.size == 1:
+        if self.copies == 1:
+            return pending
+        if later:
+            pending.partial = True
             return pending
         wide = torch.float64 if full.dtype == torch.float64 else torch.float32
         numel = full.numel() // team.size
         return ReplicatedReduce(pending, numel, wide, team.size, self._replicas, name, tag, piece, self._pool)
+
+    def sum_copies(self, buffers: UnitBuffers, values: torch.Tensor, tag: int, piece: int) -> None:
+        """Replace a chunk of gradients by the sum over copies of the model. Collective; waits."""
+        all_reduce(self._replicas, values, buffers.unit.name, tag, piece, self._pool)

@@ -1,6 +1,7 @@
 """ZeRO++ and MiCS on four ranks that count as two nodes of two."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -617,3 +618,44 @@ def check_carryings():
 
 def test_carried_errors_arrive_later():
     run_ranks(check_carryings, 4)
+
+
+def look(engine):
+    return {name: full_grad(parameter) for name, parameter in engine.module.named_parameters()}, grad_norms(
+        engine.module
+    )
+
+
+def window(grouping, looks):
+    """What is seen in a window and after it, the bytes that each backward sends across nodes, and the engine."""
+    recipe, seen, crossed = Recipe(accumulate=3), [], []
+    module, optimizer = build(models.UnusedOnOneRank, recipe, dist.get_rank())
+    engine = make_engine(module, [optimizer], 3, grouping=Grouping(**grouping, **NODES))
+    for step, micro, sync in ((0, 0, False), (0, 1, False), (0, 2, True), (1, 0, True), (1, 1, False)):
+        before = engine.ledger.bytes_across
+        with nullcontext() if sync else engine.passes.no_sync():
+            forward_backward(engine, recipe, step, micro)
+        crossed.append(engine.ledger.bytes_across - before)
+        if looks:
+            seen.append(look(engine))
+    seen.append(look(engine))
+    optimizer.step()
+    return seen, crossed, engine
+
+
+def check_windows():
+    """Copies are summed once in a window, or when someone looks; gradients are those of plain stage 3."""
+    wanted = window({}, looks=True)[0]
+    for looks in (False, True):
+        seen, crossed, engine = window({"shard_size": 2}, looks)
+        if not looks:
+            whole = 4 * sum(buffers.unit.chunk for buffers in engine.units.values())
+            assert crossed == [0, 0, whole, whole, 0]
+        for (gradients, norms), (plain, others) in zip(seen, wanted if looks else wanted[-1:], strict=True):
+            for name, gradient in plain.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+            assert norms == pytest.approx(others, rel=1e-5, abs=1e-6)
+
+
+def test_copies_are_summed_once_in_a_window():
+    run_ranks(check_windows, 4)
