@@ -198,6 +198,16 @@ def _offload_stage(config: DeepSpeedConfig, stage: int) -> Problems:
         yield Problem(f"{here}.super_offload", f"needs stage 3, the stage is {stage}")
 
 
+def _accumulation_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    wanted = config.data_types.grad_accum_dtype
+    if wanted not in (None, "fp32") and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "data_types.grad_accum_dtype",
+            f"{wanted} does not go with zero_optimization.offload_optimizer.device=nvme, where gradients are kept like "
+            "master values; leave it out",
+        )
+
+
 def _compressed_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     kind = config.optimizer.type
     if kind in COMPRESSED_OPTIMIZERS and stage > 0:
@@ -294,6 +304,7 @@ _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
 )
 _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _offload_stage,
+    _accumulation_stage,
     _compressed_stage,
     _quantized_stage,
     _frozen_stage,

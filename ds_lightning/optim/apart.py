@@ -120,8 +120,7 @@ class StepsApart:
         """Step on one tile; returns the writes under way."""
         home = tile.home
         if home.swap is None:
-            for run in tile.runs:
-                run.parameter.grad = run.gradient
+            sharded.attach(tile.runs)
             sharded.show(tile.runs)
             copied = prepare(sharded, tile.runs)
             step()
@@ -242,8 +241,9 @@ def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0)
         return False
     copies: dict[torch.Tensor, torch.Tensor] = {}
     copies.update({run.parameter: target for run in runs if (target := run.published) is not None})
+    gradients: dict[torch.Tensor, torch.Tensor] = {run.parameter: run.gradient for run in runs if run.foreign}
     near = all(target.device == p.device and target.itemsize == 2 for p, target in copies.items())
-    optimizer.prepare_step(grad_scale=factor, copies=copies if near else None)
+    optimizer.prepare_step(grad_scale=factor, copies=copies if near else None, gradients=gradients)
     return near
 
 

@@ -21,6 +21,7 @@ from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.layout.flat import ALIGNMENT, Piece
 from ds_lightning.offload.stored import Values
 from ds_lightning.optim.gradients import OnDisk, ReducedGradients
+from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.unit_states import Elements, UnitState
 from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.logical import flat_range
@@ -64,6 +65,11 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """The reduced gradient of the run, a view where that is in memory, in the parameter's shape."""
         return self.gradients.read(self.start, self.stop).view(self.shape)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the gradient has another dtype than the parameter, so that torch does not take it for `p.grad`."""
+        return self.gradients.kept != self.gradients.unit.master_dtype
 
     @property
     def published(self) -> torch.Tensor | None:
@@ -213,11 +219,18 @@ class ShardedOptimizer:
         apart: list[Run] = []
         for run in runs:
             (apart if run.gradients.home is not None and run.gradients.home.steps_apart else near).append(run)
-        for run in near:
-            run.parameter.grad = run.gradient
+        self.attach(near)
         self.show(near)
         self._near = near
         return apart
+
+    def attach(self, runs: Sequence[Run]) -> None:
+        """Let the parameters of these runs have their gradients; `apart.prepare` gives a native step the others."""
+        for run in runs:
+            if not run.foreign:
+                run.parameter.grad = run.gradient
+            elif not isinstance(self.optimizer, NativeOptimizer):
+                run.parameter.grad = run.gradient.to(run.parameter.dtype)
 
     def show(self, runs: Sequence[Run]) -> None:
         """Let the groups hold these runs, in a step."""

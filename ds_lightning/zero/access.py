@@ -115,7 +115,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     if gradients.whole:
         full = gradients.read(0, unit.numel)
     else:
-        full = engine.values.spread(unit.index, gradients.read(*gradients.buffers.owned), unit.master_dtype)
+        full = engine.values.spread(unit.index, gradients.read(*gradients.buffers.owned), gradients.kept)
     value = full[slot.start : slot.stop].view(slot.shape).clone()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 

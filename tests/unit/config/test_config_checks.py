@@ -164,8 +164,6 @@ def test_stage_checks_wait_for_the_stage():
         ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop.enabled"),
         ({"eigenvalue": {"enabled": True}}, "eigenvalue.enabled"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
-        ({"bf16": {"immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
     ],
