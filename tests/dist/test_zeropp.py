@@ -659,3 +659,71 @@ def check_windows():
 
 def test_copies_are_summed_once_in_a_window():
     run_ranks(check_windows, 4)
+
+
+# Failures, compilers --------------------------------------------------------------------------------------------------
+
+
+class Trips(models.Toy):
+    """Fails in the middle of backward on all ranks, when told to."""
+
+    depth = 5
+    trip = False
+
+    def body(self, h):
+        for place, block in enumerate(self.blocks):
+            h = block(h)
+            if place == 1 and self.trip:
+                h.register_hook(lambda _: 1 / 0)
+        return h
+
+
+def check_failed(transport, grouping):
+    found = []
+    for fails in (False, True):
+        module, optimizer = build(Trips, Recipe(), dist.get_rank())
+        engine = make_engine(module, [optimizer], 3, grouping=Grouping(**grouping, **NODES), transport=transport)
+        forward_backward(engine, Recipe(), 0, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if fails:  # a reduction is under way, of which the second step has not begun
+            module.trip = True
+            with pytest.raises(ZeroDivisionError):
+                forward_backward(engine, Recipe(), 1, 0)
+            module.trip = False
+            optimizer.zero_grad()
+        for step in (1, 2):
+            optimizer.zero_grad()
+            forward_backward(engine, Recipe(), step, 0)
+            optimizer.step()
+        assert engine.residency.live_numel() == 0
+        found.append(full_values(engine))
+        engine.dissolve()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_a_backward_that_fails_leaves_nothing_under_way():
+    run_ranks(check_failed, 4, ALL, {"secondary_size": 2, "levels": True})
+    run_ranks(check_failed, 4, TransportOptions(), {"shard_size": 2})
+
+
+def check_compiled(transport, grouping):
+    losses = []
+    for compiled in (False, True):
+        module, optimizer = build(models.Toy, Recipe(), dist.get_rank())
+        if compiled:
+            for block in module.blocks:
+                block.compile(backend="aot_eager")
+        engine = make_engine(module, [optimizer], 3, grouping=Grouping(**grouping, **NODES), transport=transport)
+        for step in range(2):
+            optimizer.zero_grad()
+            losses.append(forward_backward(engine, Recipe(), step, 0))
+            optimizer.step()
+        engine.dissolve()
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
+
+
+@pytest.mark.full
+def test_compiled_blocks_see_what_others_see():
+    run_ranks(check_compiled, 4, ALL, {"secondary_size": 2, "levels": True}, timeout=110)
+    run_ranks(check_compiled, 4, FROZEN, {"shard_size": 2}, timeout=110)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -15,7 +16,7 @@ import ds_lightning as dsl
 from ds_lightning.demo import ByteGPT
 from ds_lightning.demo.text import StdlibText
 from ds_lightning.errors import ConfigError
-from tests.lightning.runs import Model, Words, full_weights, listening, loader, same, trainer
+from tests.lightning.runs import Model, Words, close, full_weights, listening, loader, same, trainer
 from tests.pool import run_ranks
 
 NEAR = {"zero_hpz_partition_size": 2}
@@ -213,6 +214,45 @@ def check_alone() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     run_ranks(check_alone, 1)
+
+
+# Construction ---------------------------------------------------------------------------------------------------------
+
+
+class Late(pl.LightningModule):
+    """Built in configure_model, block by block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: ByteGPT | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(3)
+            self.net = ByteGPT(layers=2, width=64, heads=4, block_size=64)
+
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        assert self.net is not None
+        return self.net(tokens).float().logsumexp(-1).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def check_construction() -> None:
+    found = []
+    for keys in ({}, COPIES, NEAR):
+        run = trainer(strategy(keys), steps=2)
+        model = Late()
+        run.fit(model, loader())
+        found.append(full_weights(model))
+    assert close(found[1], found[0]) < 1e-6
+    assert same(found[2], found[0]) == []
+
+
+@pytest.mark.full
+def test_models_built_sharded_train_alike() -> None:
+    run_ranks(check_construction, 4)
 
 
 # Quality --------------------------------------------------------------------------------------------------------------
