@@ -11,6 +11,7 @@ from ds_lightning.config.schema.optimizer import (
     BUILTIN_OPTIMIZERS,
     BUILTIN_SCHEDULES,
     COMPRESSED_OPTIMIZERS,
+    ENCODED_OPTIMIZERS,
     TORCH_OPTIMIZERS,
 )
 from ds_lightning.config.suggest import did_you_mean, listed
@@ -77,8 +78,9 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
         text = "clipping is no business of the optimizer; use the top-level key gradient_clipping"
         yield Problem("optimizer.params.max_grad_norm", text)
     if kind is None:
-        if params:
-            yield Problem("optimizer.type", "is missing, but optimizer.params is given; name the optimizer")
+        for name in ("params", "param_groups"):
+            if getattr(config.optimizer, name):
+                yield Problem("optimizer.type", f"is missing, but optimizer.{name} is given; name the optimizer")
         return
     if kind not in _known_optimizers() and not _is_in_torch("torch.optim", kind):
         guess = did_you_mean(kind, _known_optimizers())
@@ -96,14 +98,15 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
 
 
 def _optimizer_ranges(config: DeepSpeedConfig, given: Given) -> Problems:
-    params = config.optimizer.params
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        value = params.get(name)
-        if isinstance(value, float) and value < 0:
-            yield Problem(f"optimizer.params.{name}", f"must be at least 0, got {value:g}")
-    betas = params.get("betas")
-    if isinstance(betas, list) and not (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)):
-        yield Problem("optimizer.params.betas", f"expected two numbers in [0, 1), got {betas}")
+    groups = ((f"param_groups.{g.get('name') or k}", g) for k, g in enumerate(config.optimizer.param_groups))
+    for path, params in (("params", config.optimizer.params), *groups):
+        for name in ("lr", "eps", "weight_decay", "momentum", "max_ndim"):
+            value = params.get(name)
+            if isinstance(value, float | int) and value < 0:
+                yield Problem(f"optimizer.{path}.{name}", f"must be at least 0, got {value:g}")
+        betas = params.get("betas")
+        if isinstance(betas, list) and not (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)):
+            yield Problem(f"optimizer.{path}.betas", f"expected two numbers in [0, 1), got {betas}")
 
 
 def _scheduler(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -155,6 +158,15 @@ def _nvme(config: DeepSpeedConfig, given: Given) -> Problems:
                 f"{here}.device=nvme needs the directory of a fast local disk: set it, or pass "
                 "ZeroStrategy(nvme_path=...), or set DS_LIGHTNING_NVME_PATH",
             )
+
+
+def _encoded_states(config: DeepSpeedConfig, given: Given) -> Problems:
+    kind = config.optimizer.type
+    if kind in ENCODED_OPTIMIZERS and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"nvme does not hold the encoded states of {kind}; use cpu (they are small), or {kind[:-4]}",
+        )
 
 
 def _elasticity(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -299,6 +311,7 @@ _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
     _scheduler,
     _activation,
     _nvme,
+    _encoded_states,
     _elasticity,
     _removed,
 )

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 _LAZY = {
     "Adagrad": "adagrad",
     "Adam": "adam",
+    "Adam8bit": "adam8bit",
     "AdamW": "adam",
+    "AdamW8bit": "adam8bit",
     "CPUAdagrad": "adagrad",
     "CPUAdam": "adam",
     "CPULion": "lion",
@@ -20,11 +22,14 @@ _LAZY = {
     "Lion": "lion",
     "NativeOptimizer": "native",
     "SGD": "sgd",
+    "param_groups": "groups",
 }
 
 if TYPE_CHECKING:
     from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
     from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+    from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
+    from ds_lightning.optim.groups import param_groups
     from ds_lightning.optim.lion import CPULion, FusedLion, Lion
     from ds_lightning.optim.native import NativeOptimizer
     from ds_lightning.optim.sgd import SGD
@@ -33,7 +38,9 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
@@ -41,6 +48,7 @@ __all__ = [
     "FusedLion",
     "Lion",
     "NativeOptimizer",
+    "param_groups",
 ]
 
 

@@ -18,6 +18,7 @@ from ds_lightning.offload.homes import Homes, UnitHome
 from ds_lightning.offload.swap import BufferPool
 from ds_lightning.offload.tiles import GRADIENT, MASTER, SHARD
 from ds_lightning.ops.aio import Transfer
+from ds_lightning.ops.blocks import Blocks
 from ds_lightning.optim.elementwise import plain_step
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sharded import Run, ShardedOptimizer
@@ -243,7 +244,10 @@ def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0)
     copies.update({run.parameter: target for run in runs if (target := run.published) is not None})
     gradients: dict[torch.Tensor, torch.Tensor] = {run.parameter: run.gradient for run in runs if run.foreign}
     near = all(target.device == p.device and target.itemsize == 2 for p, target in copies.items())
-    optimizer.prepare_step(grad_scale=factor, copies=copies if near else None, gradients=gradients)
+    blocks: dict[torch.Tensor, Blocks] = {}
+    if optimizer.codec is not None:
+        blocks.update({run.parameter: run.blocks for run in runs if run.blocks is not None})
+    optimizer.prepare_step(grad_scale=factor, copies=copies if near else None, gradients=gradients, blocks=blocks)
     return near
 
 

@@ -14,13 +14,15 @@ from torch import nn
 from ds_lightning.errors import ConfigError
 from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
 from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
 from ds_lightning.optim.lion import CPULion, FusedLion, Lion
+from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sgd import SGD
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-) | {Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD}
+) | {Adam, AdamW, FusedAdam, CPUAdam, Adam8bit, AdamW8bit, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD}
 _WHOLE = frozenset(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
 
@@ -106,8 +108,13 @@ def element_states(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dt
         dtype: of the parameters it steps on.
 
     Raises:
-        ConfigError: when no twin can be made from the optimizer's defaults.
+        ConfigError: when no twin can be made from the optimizer's defaults, or its states are encoded.
     """
+    if isinstance(optimizer, NativeOptimizer) and optimizer.codec is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps encoded states, which offload_optimizer.device: nvme does not write. "
+            "Use offload_optimizer.device: cpu (its states are small), or an optimizer with fp32 states."
+        )
     with torch.enable_grad(), torch.inference_mode(False):
         parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
         parameter.grad = torch.ones_like(parameter)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_lightning.errors import ConfigError
+from ds_lightning.ops.blocks import Blocks
 from ds_lightning.ops.optim import increment
+from ds_lightning.optim.codec import StateCodec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TORCH_ONLY = frozenset({"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"})
@@ -23,6 +25,7 @@ class Preparation:
     grad_scale: float = 1.0
     copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
     gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    blocks: Mapping[Tensor, Blocks] = field(default_factory=dict)
 
 
 _NOTHING = Preparation()
@@ -74,6 +77,9 @@ class NativeOptimizer(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
     """Keys of the states with one value per element."""
 
+    codec: ClassVar[StateCodec | None] = None
+    """How states are kept, where that is not as `torch.optim` keeps them."""
+
     _preparation: Preparation = _NOTHING
 
     def __init__(
@@ -94,6 +100,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         grad_scale: float = 1.0,
         copies: Mapping[Tensor, Tensor] | None = None,
         gradients: Mapping[Tensor, Tensor] | None = None,
+        blocks: Mapping[Tensor, Blocks] | None = None,
     ) -> None:
         """Have the next `step()`, and no later one, do more in its pass over memory.
 
@@ -103,8 +110,10 @@ class NativeOptimizer(torch.optim.Optimizer):
                 updated values.
             gradients: what to use instead of `p.grad`, by parameter; they may be of 16 bits, which torch does not
                 accept as `p.grad` of an fp32 parameter.
+            blocks: for states that are made in this step and that are encoded in blocks, how to cut them, by parameter;
+                one segment where nothing is said.
         """
-        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {})
+        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {}, blocks or {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -248,7 +257,7 @@ def moment_dtype_name(moment_dtype: str | torch.dtype, fp32_optimizer_states: bo
 
 
 def _moment_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
-    name = group["moment_dtype"]
+    name = group.get("moment_dtype", "fp32")
     if name == "param" or param.dtype == torch.float64:
         return param.dtype
     return _DTYPES[name]

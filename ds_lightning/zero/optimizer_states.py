@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,15 +23,22 @@ class OptimizerStates:
         table: names of parameters.
         values: whole states.
         agreement: every rank must call `state_dict`.
+        wake: gives parameters a place whose states have been loaded although they are frozen.
     """
 
     def __init__(
-        self, sharded: ShardedOptimizer, table: ParameterTable, values: FullValues, agreement: Agreement
+        self,
+        sharded: ShardedOptimizer,
+        table: ParameterTable,
+        values: FullValues,
+        agreement: Agreement,
+        wake: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self._sharded = sharded
         self._table = table
         self._values = values
         self._agreement = agreement
+        self._wake = wake
         self._shards: Any = None
 
     def before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
@@ -62,3 +70,4 @@ class OptimizerStates:
         """Keep what this rank owns. All ranks load the same."""
         for gradients in self._sharded.units:
             self._sharded.take_user_state(gradients)
+        self._wake(optimizer)

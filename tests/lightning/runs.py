@@ -102,6 +102,8 @@ class Model(pl.LightningModule):
             self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
             self.unused = nn.Linear(3, 5)
             self.head = nn.Linear(WIDTH, WORDS)
+        with torch.no_grad():  # numbers of 16 bits, so that no precision rounds what is frozen
+            self.frozen.weight.mul_(128).round_().div_(128)
         self.head.weight = self.embedding.weight
         self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
         self.temperature = nn.Parameter(torch.tensor(1.25))

@@ -29,7 +29,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim.clip", "optim.apart"),
     ("zero.passes",),
     ("zero.values",),
-    ("zero.state_dicts", "zero.optimizer_states"),
+    ("zero.state_dicts", "zero.optimizer_states", "zero.resting"),
     ("zero.engine",),
     ("zero.access", "zero.init", "optim.ema"),
     ("activation", "attention", "data", "precision.plugin"),

@@ -188,7 +188,10 @@ class ZeroConfig(Block):
         False, "Gather across nodes, then inside; also without MiCS.", stages=_STAGE_3
     )
     node_size: int | None = key(
-        None, "Consecutive ranks that share a node; null asks the machines (a key of this package).", at_least=1
+        None,
+        "Consecutive ranks that share a node; null asks the machines.",
+        at_least=1,
+        remark="ours, DeepSpeed does not know it",
     )
     memory_efficient_linear: bool = key(
         True,
