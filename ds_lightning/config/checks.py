@@ -242,6 +242,37 @@ def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
             "zero_optimization.zero_quantized_gradients",
             "needs zero_optimization.reduce_scatter=true",
         )
+    if stage == 3 and zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Problem(
+            "zero_optimization.zeropp_loco_param",
+            "carries errors of quantized gradients and needs zero_optimization.zero_quantized_gradients=true",
+        )
+
+
+def _frozen_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    if stage == 3 and zero.zero_quantized_nontrainable_weights and zero.offload_param.is_on:
+        yield Problem(
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "keeps int8 weights on the device and does not go with offload_param; set one of the two",
+        )
+
+
+def _copies_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    if stage < 3 or zero.mics_shard_size < 1:
+        return
+    here = "zero_optimization.mics_shard_size"
+    if zero.zero_hpz_partition_size > 1:
+        yield Problem(
+            here,
+            "does not go with zero_hpz_partition_size: a shard group gathers inside itself already; set one of the two",
+        )
+    if zero.zero_quantized_gradients:
+        yield Problem(
+            here,
+            "does not go with zero_quantized_gradients, which reduces over all ranks; set one of the two",
+        )
 
 
 def _masters_stage(config: DeepSpeedConfig, stage: int) -> Problems:
@@ -299,5 +330,7 @@ _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _accumulation_stage,
     _compressed_stage,
     _quantized_stage,
+    _frozen_stage,
+    _copies_stage,
     _masters_stage,
 )

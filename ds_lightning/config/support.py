@@ -38,12 +38,6 @@ _PLANNED_OPTIMIZERS = frozenset({"OneBitAdam", "ZeroOneAdam", "OneBitLamb"})
 PLANNED = (
     Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),
     Row("aio.use_gds", _true, _SWITCH_OFF),
-    Row("zero_optimization.zero_hpz_partition_size", _above_one, "set it to 1"),
-    Row("zero_optimization.zero_quantized_weights", _true, _SWITCH_OFF),
-    Row("zero_optimization.zero_quantized_nontrainable_weights", _true, _SWITCH_OFF),
-    Row("zero_optimization.zero_quantized_gradients", _true, _SWITCH_OFF),
-    Row("zero_optimization.zeropp_loco_param", _not(None), "leave the block out"),
-    Row("zero_optimization.mics_shard_size", lambda value: value > 0, "set it to -1"),
     Row("zero_optimization.zenflow", _not(None), "leave the block out"),
     Row(
         "optimizer.type",

@@ -62,7 +62,8 @@ class Unit:
         index: position in the layout, the same on all ranks.
         scope: module with which it is gathered.
         slots: its parameters, head to tail, aligned to `ALIGNMENT` elements.
-        numel: elements of the flat buffer, padded to a multiple of the world size.
+        numel: elements of the flat buffer, padded to a multiple of the number of shards.
+        world_size: number of shards: of ranks, except under MiCS.
         resident: kept whole at stage 3 (`stage3_param_persistence_threshold`).
         trainable: has gradients and optimizer states.
         given_dtype: dtype in which the user gave the parameters; that of the masters is narrower where they are frozen.
@@ -174,11 +175,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """The keys of `zero_optimization` that shape the layout; thresholds in elements."""
+    """The keys of `zero_optimization` that shape the layout; thresholds in elements.
+
+    `alignment` is what a shard must be a multiple of.
+    """
 
     param_persistence_threshold: int = 100_000
     model_persistence_threshold: int = 2**63 - 1
     round_robin: bool = False
+    alignment: int = ALIGNMENT
 
 
 def build_layout(
@@ -247,7 +252,7 @@ def _lay(index: int, specs: list[ParamSpec], world_size: int, resident: bool, op
         index=index,
         scope=ROOT if resident else head.scope,
         slots=tuple(slots),
-        numel=max(_align(end, ALIGNMENT * world_size), ALIGNMENT * world_size),
+        numel=max(_align(end, options.alignment * world_size), options.alignment * world_size),
         world_size=world_size,
         dtype=head.dtype,
         master_dtype=head.master_dtype,

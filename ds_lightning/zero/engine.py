@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from ds_lightning.zero.residency import ResidencyManager
 from ds_lightning.zero.resting import RestingParameters
 from ds_lightning.zero.state_dicts import StateDicts
 from ds_lightning.zero.table import ParameterTable
+from ds_lightning.zero.transport import Transport
 from ds_lightning.zero.values import FullValues
 from ds_lightning.zero.watch import GRAD_GETTER, check_gradient
 
@@ -106,11 +108,13 @@ class ZeroEngine:
         self.homes = self._make_homes()
         self.norms = GradientNorms(self.agreement)
         self.units: dict[int, UnitBuffers] = {}
-        self.residency = ResidencyManager((), self.collectives, self.options.allgather_piece, self._touch)
+        self.transport = Transport(self.collectives, self.pool, self.options.transport)
+        self.residency = ResidencyManager((), self.transport, self.options.allgather_piece, self._touch)
         self.reducer = GradientReducer(
             (),
             plan,
             self.collectives,
+            self.transport,
             self.agreement,
             self.pool,
             self.options.reduce,
@@ -144,7 +148,7 @@ class ZeroEngine:
         )
         self.state_dicts = StateDicts(self.units, self.table, self.values, self.residency, self.agreement)
         specs = self._specs(named, self.resting.groups(self.optimizers))
-        self._add_units(build_layout(specs, topology.world_size, self.options.layout), read or _value)
+        self._add_units(self._lay_out(specs), read or _value)
         buffer_sync.run()
         self._hook_everything()
         self._take_stock()
@@ -199,7 +203,14 @@ class ZeroEngine:
         policy, plan = self.options.offload, self.plan
         if policy is None or not plan.shard_optimizer:
             return None
-        return Homes(policy, self.topology.device, plan.shard_params, self.options.tile, self.topology.rank)
+        return Homes(policy, self.topology.device, plan.shard_params, self.options.tile, self.topology.shard_rank)
+
+    def _lay_out(self, specs: Sequence[ParamSpec], first: int = 0) -> Layout:
+        options = replace(self.options.layout, alignment=self.options.transport.alignment(self.topology))
+        layout = build_layout(specs, self.topology.shard_count, options, first)
+        for unit in layout.units:
+            self.transport.check(unit)
+        return layout
 
     def _admit(self, units: Sequence[Unit]) -> Mapping[int, UnitHome]:
         """Homes for new units. Collective: a disk that is too small on one rank is an error on all."""
@@ -226,7 +237,8 @@ class ZeroEngine:
         homes = self._admit(layout.units)
         for unit in layout.units:
             parameters = [self.table.parameter(slot.name) for slot in unit.slots]
-            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.rank, homes.get(unit.index))
+            packed = self.plan.shard_params and self.transport.packs(unit)
+            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.shard_rank, homes.get(unit.index), packed)
             buffers.fill(read, partial(self.collectives.broadcast, what=unit.name), self.topology.device)
             self.units[unit.index] = buffers
             self.table.place(unit)
@@ -350,7 +362,7 @@ class ZeroEngine:
                 values[id(parameter)] = full[slot.start : slot.stop].view(slot.shape).clone()
             self._remove_unit(index)
         first = max(list(self.units) + sorted(affected)) + 1
-        layout = build_layout(specs, self.topology.world_size, self.options.layout, first)
+        layout = self._lay_out(specs, first)
         self._add_units(layout, lambda parameter: values.pop(id(parameter)))
         for companion, elements in zip(self.companions, kept, strict=True):
             companion.enter([unit.index for unit in layout.units], elements)
@@ -385,7 +397,7 @@ class ZeroEngine:
             for sharded in self.optimizers:
                 sharded.drop(self.reducer.units[index])
             self.reducer.remove(index)
-        self.residency.units.pop(index)
+        self.residency.remove(index)
         if self.homes is not None:
             self.homes.drop(index)
 
@@ -440,6 +452,7 @@ class ZeroEngine:
                 "outside of `swapped()`."
             )
         self.values.absorb()
+        self.reducer.settle()
         self.norms.step_begins(sharded)
         self._steps_within = 0
         apart = sharded.swap_in()
@@ -458,6 +471,8 @@ class ZeroEngine:
             copy_out(sharded.near)
         sharded.swap_out()
         self.steps += 1
+        if self.transport.feedback is not None:
+            self.transport.feedback.stepped()
         touched = sharded.touched_units()
         publishing, self._publishing = self._publishing, []
         for index in touched:
@@ -493,6 +508,7 @@ class ZeroEngine:
         return (
             sum(buffers.state_nbytes for buffers in self.units.values())
             + (self.homes.buffer_bytes if self.homes is not None else 0)
+            + self.transport.state_nbytes
             + self.reducer.state_nbytes
             + sum(sharded.state_nbytes for sharded in self.optimizers)
         )

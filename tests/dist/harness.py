@@ -20,6 +20,7 @@ from torch import nn
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.optim import clip as clipping
 from ds_lightning.precision.dtypes import DtypePolicy
+from ds_lightning.teams import Grouping
 from ds_lightning.topology import Topology
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
@@ -70,10 +71,10 @@ class Trained:
         return torch.cat([value.double().flatten() for value in self.values.values()])
 
 
-def topology(seconds: float = 30) -> Topology:
+def topology(seconds: float = 30, grouping: Grouping | None = None) -> Topology:
     if dist.get_world_size() == 1:
         return Topology.single()
-    return Topology.create(torch.device("cpu"), timedelta(seconds=seconds))
+    return Topology.create(torch.device("cpu"), timedelta(seconds=seconds), grouping=grouping)
 
 
 def options(
@@ -94,10 +95,12 @@ def make_engine(
     optimizers: list[torch.optim.Optimizer],
     stage: int,
     seconds: float = 30,
+    grouping: Grouping | None = None,
     tell: Callable[[str], None] | None = None,
     **rest: Any,
 ) -> ZeroEngine:
-    engine = ZeroEngine(module, optimizers, topology(seconds), StagePlan.of(stage), options(**rest), tell=tell)
+    ranks = topology(seconds, grouping)
+    engine = ZeroEngine(module, optimizers, ranks, StagePlan.of(stage), options(**rest), tell=tell)
     access.remember(engine)
     return engine
 

@@ -137,7 +137,7 @@ def test_a_failing_class_shows_its_own_traceback(shell, tmp_path):
         ("trainer.max_stpes=3", "did you mean 'trainer.max_steps'?"),
         ("zero.stage={", "no viable alternative"),
         ("zero.stage=7", "zero_optimization.stage"),
-        ("zero.zero_quantized_weights=true", "not supported yet"),
+        ("zero.zenflow={}", "not supported yet"),
         ("ckpt_path=nothing.ckpt", "there is no such file or folder"),
         ("model=custom", "model._target_=my_package.MyClass"),
         ("model._target_=nowhere.Model", "No module named 'nowhere'"),

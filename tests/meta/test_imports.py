@@ -17,6 +17,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("ops",),
     ("config",),
+    ("teams",),
     ("topology",),
     ("layout",),
     ("offload",),

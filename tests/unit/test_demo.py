@@ -248,3 +248,5 @@ def test_small_parameters_stay_whole_at_stage_3_only():
     assert bytes_per_parameter(3, 2, "32-true", whole=1.0) == 10
     assert bytes_per_parameter(3, 2, "32-true", whole=0.5) == 9
     assert bytes_per_parameter(1, 2, "32-true", whole=1.0) == 12
+    assert bytes_per_parameter(3, 4, "bf16-mixed", secondary=2) == 18 / 4 + 2 / 2
+    assert bytes_per_parameter(3, 4, "bf16-mixed", whole=0.5, carried=1.5) == 1 + 0.25 + 16 / 4 + 0.75
