@@ -164,6 +164,13 @@ class ZeroEngine:
         check_optimizers(list(optimizers), self.table)
         offload = self.options.offload
         on_disk = offload is not None and offload.optimizer is Home.DISK and self.plan.shard_optimizer
+        for optimizer in optimizers:
+            if self.topology.teams.replicas.size > 1 and takes_parts(optimizer):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} looks at whole parameters, put together from all ranks, "
+                    "and does not go with zero_optimization.mics_shard_size, where several ranks have each part. Set "
+                    "mics_shard_size to -1, or use an element-wise optimizer (AdamW)."
+                )
         return [
             ShardedOptimizer(
                 optimizer,
