@@ -121,6 +121,17 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
+    def all_to_all(self, send: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        """Row `i` of `received` becomes what rank `i` has in the row of this rank.
+
+        Args:
+            send: `[world_size, row]`, contiguous, row `i` for rank `i`; not to be touched until it is over.
+            received: of the same shape and dtype, another tensor.
+            what: name for messages.
+            tag: distinguishes operations that are in flight together.
+        """
+
+    @abc.abstractmethod
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         """Bring every rank's chunk to rank 0.
 
@@ -171,6 +182,10 @@ class _Alone(Collectives):
     ) -> PendingReduce:
         return PendingReduce(Pending([], (), str), [full], premultiplied=False)
 
+    def all_to_all(self, send: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        received.copy_(send)
+        return Pending([], (), str)
+
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         if full is not None:
             full.copy_(own)
@@ -202,6 +217,20 @@ class _PointToPoint(Collectives):
         sent = chunks[rank].numel() * (self.topology.world_size - 1)
         self.ledger.record("all_gather", sent * full.element_size())
         return Pending(works, (full,), describe)
+
+    def all_to_all(self, send: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        rank, group = self.topology.rank, self.topology.data_group
+        describe = self._describer("all-to-all", what)
+        works: list[Any] = []
+        try:
+            for peer in self._peers():
+                works.append(dist.isend(send[peer], group=group, group_dst=peer, tag=tag))
+                works.append(dist.irecv(received[peer], group=group, group_src=peer, tag=tag))
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        received[rank].copy_(send[rank])
+        self.ledger.record("all_to_all", send[rank].nbytes * (self.topology.world_size - 1))
+        return Pending(works, (send, received), describe)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         group = self.topology.data_group
@@ -279,6 +308,15 @@ class _Native(Collectives):
             raise TopologyError(describe(str(error))) from error
         self.ledger.record("reduce_scatter", out.numel() * (size - 1) * full.element_size())
         return PendingReduce(Pending([work], (full, out), describe), [out], premultiplied=average)
+
+    def all_to_all(self, send: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        describe = self._describer("all-to-all", what)
+        try:
+            work = dist.all_to_all_single(received, send, group=self.topology.data_group, async_op=True)
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        self.ledger.record("all_to_all", send[0].nbytes * (self.topology.world_size - 1))
+        return Pending([work], (send, received), describe)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         target = own.new_empty(own.numel() * self.topology.world_size) if full is None else full

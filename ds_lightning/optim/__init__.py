@@ -19,6 +19,7 @@ _LAZY = {
     "FusedLion": "lion",
     "Lion": "lion",
     "NativeOptimizer": "native",
+    "OneBitAdam": "onebit_adam",
     "SGD": "sgd",
 }
 

@@ -15,12 +15,15 @@ from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
 from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
 from ds_lightning.optim.lion import CPULion, FusedLion, Lion
 from ds_lightning.optim.native import NativeOptimizer
+from ds_lightning.optim.onebit import OneBitOptimizer
+from ds_lightning.optim.onebit_adam import OneBitAdam
 from ds_lightning.optim.sgd import SGD
 
 _OURS: dict[str, type[NativeOptimizer]] = {
     cls.__name__.lower(): cls
     for cls in (Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD)
 }
+_ONEBIT: dict[str, type[OneBitOptimizer]] = {cls.__name__.lower(): cls for cls in (OneBitAdam,)}
 _OPS = {"adam": Adam, "lion": Lion, "adagrad": Adagrad, "sgd": SGD}
 _TORCH_ONLY = frozenset(
     {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
@@ -48,6 +51,8 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[n
     arguments = dict(params)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
+    if kind.lower() in _ONEBIT:
+        return _made(_ONEBIT[kind.lower()], parameters, arguments)
     wanted = arguments.pop("torch_adam", False) or any(arguments.get(name) for name in _TORCH_ONLY)
     arguments = {name: value for name, value in arguments.items() if value or name not in _TORCH_ONLY}
     ours = _OURS.get(kind.lower())
@@ -61,10 +66,16 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[n
     if ours is not None and cls is ours and issubclass(ours, AdamW):
         arguments.pop("adam_w_mode", None)  # DeepSpeed's does not look at it either
     assert cls is not None
+    return _made(cls, parameters, arguments)
+
+
+def _made(
+    cls: type[torch.optim.Optimizer], parameters: list[nn.Parameter], arguments: dict[str, Any]
+) -> torch.optim.Optimizer:
     try:
         return cls(parameters, **arguments)
     except (TypeError, ValueError) as error:
-        module = "ds_lightning.optim" if cls is ours else "torch.optim"
+        module = "ds_lightning.optim" if cls.__module__.startswith(__package__) else "torch.optim"
         raise ConfigError(f"optimizer.params do not fit {module}.{cls.__name__}: {error}") from error
 
 
@@ -84,7 +95,7 @@ def _torch_class(kind: str) -> type[torch.optim.Optimizer]:
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         return found
     known = [n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
-    known += [cls.__name__ for cls in _OURS.values()]
+    known += [cls.__name__ for cls in (*_OURS.values(), *_ONEBIT.values())]
     raise ConfigError(f"optimizer.type={kind!r} is not known; {did_you_mean(kind, known) or 'see torch.optim'}")
 
 

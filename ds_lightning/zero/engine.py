@@ -17,8 +17,10 @@ from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
 from ds_lightning.offload.homes import Homes, UnitHome
 from ds_lightning.optim.apart import StepsApart, prepare
+from ds_lightning.optim.blockwise import BlockwiseOptimizer, check_blockwise
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported, element_states
+from ds_lightning.optim.onebit import OneBitOptimizer
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
@@ -82,15 +84,15 @@ class ZeroEngine:
         check_parameters(named)
         _check_modules(module)
         self.table = ParameterTable(named)
+        self.ledger = Ledger()
+        self.agreement = Agreement(topology)
+        self.collectives = Collectives.create(topology, self.ledger)
         self.optimizers = self._wrap(optimizers)
         scopes = find_scopes(module, self.options.leaves)
         modules = dict(module.named_modules())
         self._scopes = {scope: modules[scope] for scope in scopes}
         self._owners = _owners(module)
 
-        self.ledger = Ledger()
-        self.agreement = Agreement(topology)
-        self.collectives = Collectives.create(topology, self.ledger)
         offload = self.options.offload
         self.pool = ScratchPool(topology.device, lean=offload is not None and offload.uses_disk)
         self.hooks = HookSet()
@@ -107,6 +109,7 @@ class ZeroEngine:
             self.options.reduce,
             self.residency.release,
         )
+        self.reducer.keeps_local = self._keeps_local
         self._apart = StepsApart(self.homes, self.residency) if self.homes is not None else None
         self._publishing: list[Pending] = []
         self._copied = False  # whether the step under way puts new values where parameters are
@@ -147,8 +150,11 @@ class ZeroEngine:
 
     def _wrap(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[ShardedOptimizer]:
         check_optimizers(list(optimizers), self.table)
+        check_blockwise(optimizers, self.plan.stage, self.options.offload)
         return [
-            ShardedOptimizer(
+            BlockwiseOptimizer(optimizer, place * GROUPS, self.collectives)
+            if isinstance(optimizer, OneBitOptimizer)
+            else ShardedOptimizer(
                 optimizer,
                 place * GROUPS,
                 check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer),
@@ -412,6 +418,8 @@ class ZeroEngine:
         if self._apart is not None:
             self.residency.forget_expected()
             self._apart.step(sharded, apart, self._publishing)
+        if isinstance(sharded, BlockwiseOptimizer):
+            sharded.prepare_step()
         self._copied = prepare(sharded, sharded.near)
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
@@ -428,6 +436,21 @@ class ZeroEngine:
         for work in publishing:
             work.wait()
         self.values.written(touched)
+
+    def _keeps_local(self) -> bool:
+        return any(sharded.local for sharded in self.optimizers)
+
+    def settle(self, everything: bool = False) -> None:
+        """Make equal what a 1-bit optimizer lets differ between ranks, by its mean. Collective.
+
+        Args:
+            everything: what a checkpoint holds; otherwise what parameters depend on, for an evaluation.
+        """
+        for sharded in self.optimizers:
+            if isinstance(sharded, BlockwiseOptimizer) and not self.failed:
+                changed = sharded.settle(everything)
+                self.residency.republish(changed)
+                self.values.written(changed)
 
     def give_up_step(self) -> None:
         """A step has raised, or may have: the groups are the user's again. What is being published still arrives."""

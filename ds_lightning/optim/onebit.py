@@ -1,0 +1,374 @@
+"""What the 1-bit optimizers have in common: phases, blocks instead of parameters, and steps without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ds_lightning.comm.collectives import Collectives
+from ds_lightning.comm.compressed import CompressedMean, Portion
+from ds_lightning.comm.ledger import Ledger
+from ds_lightning.errors import ConfigError
+from ds_lightning.layout.flat import build_layout
+from ds_lightning.layout.units import ParamSpec
+from ds_lightning.optim.adam import checked_betas
+from ds_lightning.optim.blocks import Block, Extent, Span
+from ds_lightning.optim.native import check_positive
+from ds_lightning.topology import Topology
+
+BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
+"""What `comm_backend_name` may be in DeepSpeed; here every one means the backend of the run."""
+
+Average = Callable[[Sequence[torch.Tensor]], None]
+Gather = Callable[[Block, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step is about.
+
+    Attributes:
+        blocks: with masters and gradients, of units of which any parameter has a gradient on any rank.
+        mean: the compressed exchange.
+        gather: completes a whole state of a block from the chunks that ranks own. Collective.
+    """
+
+    blocks: Sequence[Block]
+    mean: CompressedMean
+    gather: Gather
+
+    def means(self, chosen: Sequence[Block], ranges: Sequence[tuple[tuple[int, int], ...]]) -> Iterator[Any]:
+        """Average the worker errors of blocks, to which values were added; `(block, mean)` one by one. Collective."""
+        portions = [
+            Portion(block.state("worker_error"), block.state("server_error"), part)
+            for block, part in zip(chosen, ranges, strict=True)
+        ]
+        for place, mean in self.mean(portions):
+            yield chosen[place], mean
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers that send one bit per element once they have warmed up.
+
+    Under `ZeroStrategy` they step on whole units at once; the strategy hands them gradients, averaged ones or, where
+    `local_gradients` says so, this rank's own, and the exchange. Without it they serve a single process.
+
+    Every group counts the steps in `group["step"]`; the phase follows from it, so it comes back with a checkpoint.
+
+    Args:
+        params: parameters or groups of them. A group may have `exp_avg_mask`, a tensor with as many elements as each of
+            its parameters: it multiplies what was averaged. Set it where gradients are always zero (embeddings of
+            positions that never come), which no sign can say. Loading a checkpoint keeps the masks that are set.
+        defaults: values of the groups' keys.
+        lr: learning rate.
+        betas: decays of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: factor of the decoupled weight decay.
+        amsgrad: only False.
+        comm_backend_name: one of `BACKENDS`; communication is the run's own, whatever it says.
+
+    Raises:
+        ConfigError: for amsgrad, an unknown backend or a mask that does not fit.
+        ValueError: for hyper-parameters out of range.
+    """
+
+    stages: ClassVar[tuple[int, ...]] = (0,)
+    """The ZeRO stages at which it works."""
+    extents: ClassVar[Mapping[str, Extent]] = {}
+    """Its states with one value per element."""
+    per_parameter: ClassVar[Mapping[str, float]] = {}
+    """Its states with one value per parameter, and how they begin."""
+    kept_keys: ClassVar[frozenset[str]] = frozenset({"exp_avg_mask"})
+    """Keys of groups that belong to the run, not to its checkpoints."""
+
+    _work: Work | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        lr: float | torch.Tensor,
+        betas: Sequence[float],
+        eps: float,
+        eps_inside_sqrt: bool,
+        weight_decay: float,
+        bias_correction: bool,
+        amsgrad: bool,
+        cuda_aware: bool,
+        comm_backend_name: str,
+    ) -> None:
+        name = type(self).__name__
+        if amsgrad:
+            raise ConfigError(f"{name} has no amsgrad variant. Leave amsgrad out, or use torch.optim.Adam.")
+        if comm_backend_name not in BACKENDS:
+            raise ConfigError(
+                f"comm_backend_name={comm_backend_name!r} is not one of {', '.join(BACKENDS)}. Leave it out: {name} "
+                "communicates over the backend of the run."
+            )
+        check_positive(lr=lr, eps=eps, weight_decay=weight_decay)
+        common = {
+            "lr": lr,
+            "betas": checked_betas(betas),
+            "eps": eps,
+            "eps_inside_sqrt": bool(eps_inside_sqrt),
+            "weight_decay": weight_decay,
+            "bias_correction": bool(bias_correction),
+            "step": 0,
+        }
+        self._plain: _Plain | None = None
+        super().__init__(params, {**common, **defaults})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer; a group that joins late counts on from where the others are."""
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if before:
+            for key in self.shared_keys():
+                group[key] = self.param_groups[0][key]
+        mask = group.get("exp_avg_mask")
+        if mask is not None and any(p.numel() != mask.numel() for p in group["params"]):
+            sizes = ", ".join(str(tuple(p.shape)) for p in group["params"])
+            raise ConfigError(
+                f"exp_avg_mask of group {before} has {mask.numel()} elements, its parameters are {sizes}. Give a mask "
+                "of the size of the parameter; parameters of other sizes belong into groups of their own."
+            )
+
+    def shared_keys(self) -> tuple[str, ...]:
+        """Keys of groups that tell where in its phases the optimizer is; equal in all of them."""
+        return ("step",)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were made."""
+        return int(self.param_groups[0]["step"])
+
+    @property
+    def local_gradients(self) -> bool:
+        """Whether the next step takes this rank's own gradients; the same on every rank."""
+        raise NotImplementedError
+
+    def prepare_step(self, work: Work) -> None:
+        """Have the next `step()`, and no later one, update these blocks instead of the groups' parameters."""
+        self._work = work
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Collective under `ZeroStrategy`.
+
+        Args:
+            closure: computes gradients and returns the loss.
+
+        Returns:
+            What the closure returns, or None.
+
+        Raises:
+            ConfigError: on several ranks without `ZeroStrategy`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work, self._work = self._work, None
+        if work is not None:
+            self._make(work)
+            return loss
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"{type(self).__name__} exchanges momenta between ranks through ZeroStrategy. Use it there (stage "
+                f"{' or '.join(map(str, self.stages))}), or in a single process."
+            )
+        self._plain = self._plain or _Plain(self)
+        with self._plain.step() as plain:
+            self._make(plain)
+        return loss
+
+    def _make(self, work: Work) -> None:
+        count = self.steps + 1
+        for group in self.param_groups:
+            group["step"] = count
+        try:
+            self._update(work, count)
+        finally:
+            for block in work.blocks:
+                block.end()
+
+    def _update(self, work: Work, count: int) -> None:
+        """Step number `count`, counted from 1."""
+        raise NotImplementedError
+
+    def settle(self, blocks: Sequence[Block], average: Average, everything: bool) -> bool:
+        """Replace what differs between ranks by its mean. Collective.
+
+        Args:
+            blocks: all of the optimizer's, with their masters.
+            average: replaces tensors by their means over ranks.
+            everything: worker errors too, as for a checkpoint; otherwise only what parameters depend on.
+
+        Returns:
+            Whether parameters have changed.
+        """
+        if everything:
+            average([block.elements["worker_error"] for block in blocks if "worker_error" in block.elements])
+        return False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer; masks that are set stay."""
+        masks = [group.get("exp_avg_mask") for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, mask in zip(self.param_groups, masks, strict=True):
+            group.pop("exp_avg_mask", None)
+            if mask is not None:
+                group["exp_avg_mask"] = mask
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    # For the steps of subclasses --------------------------------------------------------------------------------------
+
+    def _denominator(self, block: Block, span: Span, second_moments: int) -> torch.Tensor:
+        """The root of the second moment plus eps, a new tensor; with bias correction where the group asks for it."""
+        group = self.param_groups[span.group]
+        variance = block.part("exp_avg_sq", span)
+        correction = 1 - group["betas"][1] ** second_moments if group["bias_correction"] else 1.0
+        root = variance / correction if correction != 1.0 else variance
+        if group["eps_inside_sqrt"]:
+            return (root + group["eps"]).sqrt_()
+        return root.sqrt().add_(group["eps"])
+
+    def _rate(self, span: Span, count: int) -> float:
+        """The learning rate over the bias correction of the first moment."""
+        group = self.param_groups[span.group]
+        rate = float(group["lr"])
+        return rate / (1 - group["betas"][0] ** count) if group["bias_correction"] else rate
+
+    def _advance(self, block: Block, span: Span, target: str, gradient: torch.Tensor) -> None:
+        """The first moment takes the gradient in; it is put, or added where that is another state, into `target`."""
+        beta = self.param_groups[span.group]["betas"][0]
+        momentum = block.part("exp_avg", span)
+        if target == "exp_avg":
+            momentum.mul_(beta).add_(gradient, alpha=1 - beta)
+        else:
+            block.part(target, span).add_(momentum, alpha=beta).add_(gradient, alpha=1 - beta)
+
+    def _vary(self, block: Block, span: Span, gradient: torch.Tensor, name: str = "exp_avg_sq") -> None:
+        """The second moment takes the gradient in."""
+        beta = self.param_groups[span.group]["betas"][1]
+        gradient = gradient.to(block.dtype)
+        block.part(name, span).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+
+    def _mask(self, block: Block, mean: torch.Tensor) -> torch.Tensor:
+        """Apply the masks of groups to an average, `[unit.numel]`."""
+        for start, stop in block.ranges:
+            place = next(k for k in block.present if block.unit.slots[k].start == start)
+            mask = self.param_groups[block.unit.slots[place].group - block.first_group].get("exp_avg_mask")
+            if mask is not None:
+                mean[start:stop].mul_(mask.reshape(-1).to(device=mean.device, dtype=mean.dtype))
+        return mean
+
+    @property
+    def _masked(self) -> bool:
+        return any(group.get("exp_avg_mask") is not None for group in self.param_groups)
+
+
+class _Plain:
+    """The blocks of an optimizer in a process of its own: parameters are copied in and out, states are shared.
+
+    Args:
+        optimizer: its parameters and states, which stay where every optimizer has them.
+    """
+
+    def __init__(self, optimizer: OneBitOptimizer) -> None:
+        self._optimizer = optimizer
+        self._mean = CompressedMean(Collectives.create(Topology.single(), Ledger()))
+        self._blocks: list[tuple[Block, list[torch.Tensor]]] = []
+        self._signature: list[list[int]] = []
+
+    def step(self) -> _PlainStep:
+        """A step: a context that gives its work and writes parameters back."""
+        groups = self._optimizer.param_groups
+        signature = [[id(p) for p in group["params"]] for group in groups]
+        if signature != self._signature:
+            self._signature = signature
+            self._blocks = list(self._build())
+        return _PlainStep(self._optimizer, self._blocks, self._mean)
+
+    def _build(self) -> Iterator[tuple[Block, list[torch.Tensor]]]:
+        by_name = {}
+        specs: dict[torch.device, list[ParamSpec]] = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for place, p in enumerate(group["params"]):
+                name = f"{number}.{place}"
+                by_name[name] = p
+                spec = ParamSpec(name, (), p.shape, p.dtype, p.dtype, number, "", True)
+                specs.setdefault(p.device, []).append(spec)
+        for device, members in specs.items():
+            for unit in build_layout(members, 1).units:
+                whole = (0, unit.numel)
+                cls = type(self._optimizer)
+                block = Block(unit, 0, whole, whole, cls.extents, cls.per_parameter, device)
+                yield block, [by_name[slot.name] for slot in unit.slots]
+
+
+class _PlainStep:
+    """One step of `_Plain`."""
+
+    def __init__(
+        self, optimizer: OneBitOptimizer, blocks: Sequence[tuple[Block, list[torch.Tensor]]], mean: CompressedMean
+    ) -> None:
+        self._optimizer = optimizer
+        self._blocks = blocks
+        self._mean = mean
+        self._masters: list[torch.Tensor] = []
+
+    def __enter__(self) -> Work:
+        working = []
+        for block, params in self._blocks:
+            self._take_states(block, params)
+            master = torch.zeros(block.unit.numel, dtype=block.unit.master_dtype, device=block.device)
+            gradient = torch.zeros_like(master)
+            present = [k for k, p in enumerate(params) if p.grad is not None]
+            for k in present:
+                slot = block.unit.slots[k]
+                master[slot.start : slot.stop].copy_(params[k].reshape(-1))
+                gradient[slot.start : slot.stop].copy_(params[k].grad.reshape(-1))  # type: ignore[union-attr]
+            block.begin(master, gradient, 0, present)
+            self._masters.append(master)
+            if block.present:
+                working.append(block)
+        return Work(working, self._mean, lambda block, state: None)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for (block, params), master in zip(self._blocks, self._masters, strict=True):
+            for k in block.present if kind is None else ():
+                slot = block.unit.slots[k]
+                params[k].copy_(master[slot.start : slot.stop].view(slot.shape))
+            self._show_states(block, params)
+
+    def _take_states(self, block: Block, params: Sequence[torch.Tensor]) -> None:
+        """States that someone loaded are copied in; those that are views of the block's are there already."""
+        state = self._optimizer.state
+        for slot, p in zip(block.unit.slots, params, strict=True):
+            for key, value in state[p].items() if p in state else ():
+                if key in block.extents:
+                    target = block.state(key)[slot.start : slot.stop].view(slot.shape)
+                    if value.data_ptr() != target.data_ptr():
+                        target.copy_(value)
+                elif key in block.per_parameter:
+                    block.number(key)[block.unit.slots.index(slot)] = float(value)
+
+    def _show_states(self, block: Block, params: Sequence[torch.Tensor]) -> None:
+        numbers = {key: values.tolist() for key, values in block.numbers.items()}
+        for place, (slot, p) in enumerate(zip(block.unit.slots, params, strict=True)):
+            if block.known[place]:
+                entry = self._optimizer.state[p]
+                entry.update({k: v[slot.start : slot.stop].view(slot.shape) for k, v in block.elements.items()})
+                entry.update({key: values[place] for key, values in numbers.items()})

@@ -1,0 +1,155 @@
+"""The 1-bit family as published, in float64, all ranks in one process, one parameter after the other.
+
+Nothing here knows flat buffers; of the layout it takes only which elements of a parameter each rank serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Cells = dict[str, list[tuple[int, int]]]
+"""By parameter the ranges that ranks serve, not empty."""
+
+
+class Vectors(nn.Module):
+    """Parameters whose gradients are what the test says, whatever their values: sizes that divide badly, and none."""
+
+    SIZES = (1, 7, 8, 9, 15, 17, 1000, 0, 33)
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Module() for _ in range(2))
+        for place, block in enumerate(self.blocks):
+            for size in self.SIZES[place * 4 : place * 4 + 5]:
+                block.register_parameter(f"p{size}", nn.Parameter(torch.randn(size, generator=generator)))
+        self.matrix = nn.Parameter(torch.randn(3, 5, generator=generator))
+        self.zeros = nn.Parameter(torch.zeros(4))
+        self.rare = nn.Parameter(torch.randn(11, generator=generator))
+        self.picky = nn.Parameter(torch.randn(6, generator=generator))
+        self.never = nn.Parameter(torch.randn(5, generator=generator))
+        self.to(dtype)
+
+    def groups(self) -> list[dict[str, Any]]:
+        named = dict(self.named_parameters())
+        first = [p for name, p in named.items() if "p" in name.rpartition(".")[2][:1] and name != "picky"]
+        rest = [p for p in named.values() if all(p is not other for other in first)]
+        return [{"params": first, "weight_decay": 0.05}, {"params": rest, "lr": 0.004, "betas": (0.8, 0.98)}]
+
+    def gradients(self, rank: int, step: int, micro: int = 0) -> dict[str, Tensor]:
+        """By name, fp32 numbers; those that are missing have none."""
+        generator = torch.Generator().manual_seed(1 + 10_000 * micro + 100 * step + rank)
+        common = torch.Generator().manual_seed(7)
+        found = {}
+        for place, (name, p) in enumerate(self.named_parameters()):
+            drawn = torch.randn(p.shape, generator=generator) + 0.5 * torch.randn(p.shape, generator=common)
+            if name == "never" or (name == "rare" and step % 3 == 1) or (name == "picky" and (rank or step % 2)):
+                continue
+            found[name] = drawn * 10.0 ** (place % 4 - 2)
+        return found
+
+    def forward(self, rank: int, step: int, micro: int = 0) -> Tensor:
+        named = dict(self.named_parameters())
+        gradients = self.gradients(rank, step, micro)
+        return sum((named[name] * g.to(named[name].dtype)).sum() for name, g in gradients.items())
+
+
+def signs(x: Tensor) -> Tensor:
+    return torch.where(x >= 0, 1.0, -1.0).double()
+
+
+def scale(x: Tensor) -> Tensor:
+    return x.norm() / x.numel() ** 0.5
+
+
+@dataclass
+class Reference:
+    """One optimizer on all ranks. States are by parameter, lists are by rank."""
+
+    module: Vectors
+    world: int
+    cells: Cells
+    options: dict[str, Any]
+    masks: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        groups = self.module.groups()
+        self.hyper = {}
+        for name, p in self.module.named_parameters():
+            group = next(g for g in groups if any(p is other for other in g["params"]))
+            defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+            self.hyper[name] = {**defaults, **self.options, **{k: v for k, v in group.items() if k != "params"}}
+        self.p = {n: [p.detach().double().flatten()] * self.world for n, p in self.module.named_parameters()}
+        zero = {n: torch.zeros(p.numel()).double() for n, p in self.module.named_parameters()}
+        self.m = {n: [z] * self.world for n, z in zero.items()}
+        self.v = dict(zero)
+        self.error = {n: [z] * self.world for n, z in zero.items()}
+        self.server = {n: z.clone() for n, z in zero.items()}
+        self.step = 0
+
+    def mean_of(self, name: str, values: list[Tensor]) -> Tensor:
+        """The compressed mean, with error feedback on both sides."""
+        compensated = [v + e for v, e in zip(values, self.error[name], strict=True)]
+        sent = [scale(x) * signs(x) for x in compensated]
+        self.error[name] = [x - s for x, s in zip(compensated, sent, strict=True)]
+        total = sum(sent) / self.world + self.server[name]
+        result = torch.zeros_like(total)
+        for start, stop in self.cells[name]:
+            result[start:stop] = scale(total[start:stop]) * signs(total[start:stop])
+        self.server[name] = total - result
+        return result * self.masks.get(name, 1.0)
+
+    def run(self, gradients: list[dict[str, Tensor]]) -> None:
+        """One step with the gradients of each rank."""
+        self.step += 1
+        present = [name for name in self.p if any(name in g for g in gradients) and self.v[name].numel()]
+        local = {
+            name: [g[name].double().flatten() if name in g else torch.zeros_like(self.v[name]) for g in gradients]
+            for name in present
+        }
+        self.update(present, local)
+
+    def update(self, present: list[str], local: dict[str, list[Tensor]]) -> None:
+        raise NotImplementedError
+
+    def root(self, name: str, second_moments: int) -> Tensor:
+        hyper = self.hyper[name]
+        v = self.v[name] / ((1 - hyper["betas"][1] ** second_moments) if hyper.get("bias_correction") else 1)
+        return (v + hyper["eps"]).sqrt() if hyper.get("eps_inside_sqrt") else v.sqrt() + hyper["eps"]
+
+    def rate(self, name: str) -> float:
+        hyper = self.hyper[name]
+        return hyper["lr"] / ((1 - hyper["betas"][0] ** self.step) if hyper.get("bias_correction") else 1)
+
+    def vary(self, name: str, gradient: Tensor) -> None:
+        beta = self.hyper[name]["betas"][1]
+        self.v[name] = beta * self.v[name] + (1 - beta) * gradient**2
+
+    def moved(self, name: str, gradient: Tensor, rank: int = 0) -> Tensor:
+        beta = self.hyper[name]["betas"][0]
+        return beta * self.m[name][rank] + (1 - beta) * gradient
+
+    def everywhere(self, value: Tensor) -> list[Tensor]:
+        return [value] * self.world
+
+
+class Adam1(Reference):
+    """1-bit Adam (arXiv:2102.02888), Algorithm 1."""
+
+    def update(self, present: list[str], local: dict[str, list[Tensor]]) -> None:
+        freeze = self.options["freeze_step"]
+        for name in present:
+            if self.step <= freeze:
+                gradient = sum(local[name]) / self.world
+                m = self.moved(name, gradient)
+                self.vary(name, gradient)
+            else:
+                m = self.mean_of(name, [self.moved(name, g) for g in local[name]])
+            hyper = self.hyper[name]
+            p = self.p[name][0]
+            p = p - self.rate(name) * m / self.root(name, min(self.step, freeze)) - hyper["lr"] * hyper["weight_decay"] * p
+            self.m[name], self.p[name] = self.everywhere(m), self.everywhere(p)

@@ -1,0 +1,89 @@
+"""The 1-bit optimizers under the engine against their published equations, in float64, all ranks in one process."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_lightning as dsl
+from tests.dist import onebit_reference as reference
+from tests.dist.harness import full_values, make_engine
+from tests.pool import run_ranks
+
+STEPS = 50
+PHASES = {"OneBitAdam": {"freeze_step": 12, "lr": 3e-3}}
+KINDS = {"OneBitAdam": reference.Adam1}
+
+
+def cells_of(engine):
+    """Which elements of each parameter the ranks serve."""
+    found = {}
+    for unit, slot in ((b.unit, s) for b in engine.units.values() for s in b.unit.slots):
+        borders = [(r * unit.chunk, (r + 1) * unit.chunk) for r in range(unit.world_size)]
+        cut = [(max(a, slot.start) - slot.start, min(b, slot.stop) - slot.start) for a, b in borders]
+        found[slot.name] = [(a, b) for a, b in cut if b > a]
+    return found
+
+
+def make(kind, dtype, stage=0, threshold=0, **options):
+    module = reference.Vectors(dtype)
+    optimizer = getattr(dsl.optim, kind)(module.groups(), **{**PHASES[kind], **options})
+    return module, optimizer, make_engine(module, [optimizer], stage, threshold=threshold)
+
+
+def one_step(engine, optimizer, step, accumulate=1):
+    module, rank = engine.module, dist.get_rank()
+    optimizer.zero_grad()
+    for micro in range(accumulate):
+        with nullcontext() if micro == accumulate - 1 else engine.passes.no_sync():
+            with engine.passes.step_scope():
+                loss = module(rank, step, micro)
+            with engine.passes.backward_scope():
+                loss.backward()
+    optimizer.step()
+
+
+def gradients_of(module, step, accumulate=1):
+    """What each rank has after a window."""
+    found = []
+    for rank in range(dist.get_world_size()):
+        total = {}
+        for micro in range(accumulate):
+            for name, g in module.gradients(rank, step, micro).items():
+                total[name] = total.get(name, 0) + g.double()
+        found.append(total)
+    return found
+
+
+def compare(engine, wanted, bound):
+    values = full_values(engine)
+    for name, value in values.items():
+        right = wanted.p[name][0]
+        error = (value.double().flatten() - right).norm() / right.norm().clamp_min(1e-30) if right.numel() else 0.0
+        assert error <= bound, f"step {wanted.step}, {name}: {error}"
+    for buffers in engine.units.values():
+        for start, stop in buffers.unit.holes():
+            assert not buffers.full[start:stop].any(), "a hole is not zero"
+
+
+def check_equations(kind, dtype, stage=0, threshold=0, accumulate=1, steps=STEPS, **options):
+    module, optimizer, engine = make(kind, dtype, stage, threshold, **options)
+    twin = reference.Vectors(dtype)
+    wanted = KINDS[kind](twin, dist.get_world_size(), cells_of(engine), {**PHASES[kind], **options})
+    bound = 1e-12 if dtype == torch.float64 else 2e-6
+    for step in range(steps):
+        one_step(engine, optimizer, step, accumulate)
+        wanted.run(gradients_of(twin, step, accumulate))
+        compare(engine, wanted, bound)
+    mine = torch.cat([v.double().flatten() for v in full_values(engine).values()])
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, mine)
+    assert all(torch.equal(ranks[0], other) for other in ranks), "ranks differ"
+    assert optimizer.steps == steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_step_is_the_published_one(kind, world):
+    run_ranks(check_equations, world, kind, torch.float64)
