@@ -21,6 +21,7 @@ _LAZY = {
     "NativeOptimizer": "native",
     "OneBitAdam": "onebit_adam",
     "SGD": "sgd",
+    "ZeroOneAdam": "zero_one_adam",
 }
 
 if TYPE_CHECKING:

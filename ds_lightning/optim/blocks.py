@@ -87,13 +87,17 @@ class Block:
             present: slots that have a gradient on any rank, ascending; slots without elements count for nothing.
         """
         self.master, self.gradient, self.gradient_start = master, gradient, start
-        self.present = tuple(place for place in present if self.unit.slots[place].numel)
+        self.choose(present)
+        for place in present:
+            self.known[place] = True
+
+    def choose(self, places: Sequence[int]) -> None:
+        """Let spans and ranges be of these slots, in a step."""
+        self.present = tuple(place for place in places if self.unit.slots[place].numel)
         if self.present != self._seen:
             self._seen = self.present
             self._ranges = tuple((self.unit.slots[p].start, self.unit.slots[p].stop) for p in self.present)
             self._spans = tuple(self._find_spans())
-        for place in present:
-            self.known[place] = True
 
     def end(self) -> None:
         """The step is over: keep neither gradients nor parameters alive."""

@@ -36,6 +36,7 @@ class BlockwiseOptimizer(ShardedOptimizer):
         self.mean = CompressedMean(collectives)
         self._collectives = collectives
         self._blocks: dict[UnitGradients, Block] = {}
+        self._settled = 0  # after how many steps everything was made equal
 
     @property
     def local(self) -> bool:
@@ -70,9 +71,11 @@ class BlockwiseOptimizer(ShardedOptimizer):
         """Hand the optimizer what its next step is about. In a step, after `swap_in`."""
         working = []
         for gradients in self.units:
-            if not gradients.valid:
-                continue
             block, buffers = self._blocks[gradients], gradients.buffers
+            working.append(block)
+            if not gradients.valid:
+                block.begin(buffers.master, buffers.master[:0], 0, [])
+                continue
             if self.local and not gradients.whole:
                 raise ConfigError(
                     f"Gradients from before step {self.onebit.steps + 1} are still there: {type(self.onebit).__name__} "
@@ -81,8 +84,6 @@ class BlockwiseOptimizer(ShardedOptimizer):
             start, stop = (0, gradients.unit.numel) if gradients.whole else buffers.owned
             present = [place for place, there in enumerate(gradients.present) if there]
             block.begin(buffers.master, gradients.read(start, stop), start, present)
-            if block.present:
-                working.append(block)
         self.onebit.prepare_step(Work(working, self.mean, self._gather))
 
     def _gather(self, block: Block, state: torch.Tensor) -> None:
@@ -97,6 +98,8 @@ class BlockwiseOptimizer(ShardedOptimizer):
         Returns:
             Units whose master values have changed.
         """
+        if self._settled == self.onebit.steps:
+            return []
         blocks = []
         for gradients, block in self._blocks.items():
             block.master = gradients.buffers.master
@@ -107,6 +110,8 @@ class BlockwiseOptimizer(ShardedOptimizer):
         finally:
             for block in blocks:
                 block.end()
+        if everything:  # once: a mean of equal numbers may round
+            self._settled = self.onebit.steps
         return sorted(block.unit.index for block in blocks) if changed else []
 
     def _average(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -18,12 +18,13 @@ from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.onebit import OneBitOptimizer
 from ds_lightning.optim.onebit_adam import OneBitAdam
 from ds_lightning.optim.sgd import SGD
+from ds_lightning.optim.zero_one_adam import ZeroOneAdam
 
 _OURS: dict[str, type[NativeOptimizer]] = {
     cls.__name__.lower(): cls
     for cls in (Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD)
 }
-_ONEBIT: dict[str, type[OneBitOptimizer]] = {cls.__name__.lower(): cls for cls in (OneBitAdam,)}
+_ONEBIT: dict[str, type[OneBitOptimizer]] = {cls.__name__.lower(): cls for cls in (OneBitAdam, ZeroOneAdam)}
 _OPS = {"adam": Adam, "lion": Lion, "adagrad": Adagrad, "sgd": SGD}
 _TORCH_ONLY = frozenset(
     {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}

@@ -32,7 +32,7 @@ class Work:
     """What one step is about.
 
     Attributes:
-        blocks: with masters and gradients, of units of which any parameter has a gradient on any rank.
+        blocks: all of the optimizer's, with masters, and with gradients where any rank has one.
         mean: the compressed exchange.
         gather: completes a whole state of a block from the chunks that ranks own. Collective.
     """
@@ -41,12 +41,14 @@ class Work:
     mean: CompressedMean
     gather: Gather
 
-    def means(self, chosen: Sequence[Block], ranges: Sequence[tuple[tuple[int, int], ...]]) -> Iterator[Any]:
-        """Average the worker errors of blocks, to which values were added; `(block, mean)` one by one. Collective."""
-        portions = [
-            Portion(block.state("worker_error"), block.state("server_error"), part)
-            for block, part in zip(chosen, ranges, strict=True)
-        ]
+    def means(self) -> Iterator[tuple[Block, torch.Tensor]]:
+        """Average what has been added to the worker errors of the slots that take part. Collective.
+
+        Yields:
+            Each block that has such slots and its mean, `[unit.numel]`; the worker error holds what was not sent.
+        """
+        chosen = [block for block in self.blocks if block.present]
+        portions = [Portion(b.state("worker_error"), b.state("server_error"), b.ranges) for b in chosen]
         for place, mean in self.mean(portions):
             yield chosen[place], mean
 
@@ -244,9 +246,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
             return (root + group["eps"]).sqrt_()
         return root.sqrt().add_(group["eps"])
 
-    def _rate(self, span: Span, count: int) -> float:
-        """The learning rate over the bias correction of the first moment."""
-        group = self.param_groups[span.group]
+    def _rate(self, number: int, count: int) -> float:
+        """The learning rate of a group over the bias correction of the first moment."""
+        group = self.param_groups[number]
         rate = float(group["lr"])
         return rate / (1 - group["betas"][0] ** count) if group["bias_correction"] else rate
 
@@ -265,18 +267,25 @@ class OneBitOptimizer(torch.optim.Optimizer):
         gradient = gradient.to(block.dtype)
         block.part(name, span).mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
 
+    def _descend(self, block: Block, span: Span, update: torch.Tensor, count: int) -> None:
+        """`p -= lr * (update + weight_decay * p)`; `update` is used up."""
+        group = self.param_groups[span.group]
+        master = block.part_of_master(span)
+        update.mul_(self._rate(span.group, count))
+        if group["weight_decay"]:
+            update.add_(master, alpha=float(group["lr"]) * group["weight_decay"])
+        master.sub_(update)
+
     def _mask(self, block: Block, mean: torch.Tensor) -> torch.Tensor:
-        """Apply the masks of groups to an average, `[unit.numel]`."""
+        """Apply the masks of groups to an average, `[unit.numel]`, if there are any."""
+        if all(group.get("exp_avg_mask") is None for group in self.param_groups):
+            return mean
         for start, stop in block.ranges:
             place = next(k for k in block.present if block.unit.slots[k].start == start)
             mask = self.param_groups[block.unit.slots[place].group - block.first_group].get("exp_avg_mask")
             if mask is not None:
                 mean[start:stop].mul_(mask.reshape(-1).to(device=mean.device, dtype=mean.dtype))
         return mean
-
-    @property
-    def _masked(self) -> bool:
-        return any(group.get("exp_avg_mask") is not None for group in self.param_groups)
 
 
 class _Plain:
@@ -336,21 +345,21 @@ class _PlainStep:
             master = torch.zeros(block.unit.numel, dtype=block.unit.master_dtype, device=block.device)
             gradient = torch.zeros_like(master)
             present = [k for k, p in enumerate(params) if p.grad is not None]
+            for slot, p in zip(block.unit.slots, params, strict=True):
+                master[slot.start : slot.stop].copy_(p.reshape(-1))
             for k in present:
                 slot = block.unit.slots[k]
-                master[slot.start : slot.stop].copy_(params[k].reshape(-1))
                 gradient[slot.start : slot.stop].copy_(params[k].grad.reshape(-1))  # type: ignore[union-attr]
             block.begin(master, gradient, 0, present)
             self._masters.append(master)
-            if block.present:
-                working.append(block)
+            working.append(block)
         return Work(working, self._mean, lambda block, state: None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for (block, params), master in zip(self._blocks, self._masters, strict=True):
-            for k in block.present if kind is None else ():
-                slot = block.unit.slots[k]
-                params[k].copy_(master[slot.start : slot.stop].view(slot.shape))
+            for place, (slot, p) in enumerate(zip(block.unit.slots, params, strict=True)):
+                if kind is None and block.known[place]:
+                    p.copy_(master[slot.start : slot.stop].view(slot.shape))
             self._show_states(block, params)
 
     def _take_states(self, block: Block, params: Sequence[torch.Tensor]) -> None:

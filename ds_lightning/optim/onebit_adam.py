@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ds_lightning.ops import optim as ops
-from ds_lightning.optim.blocks import Block, Extent, Span
+from ds_lightning.optim.blocks import Block, Extent
 from ds_lightning.optim.onebit import OneBitOptimizer, Work
 
 
@@ -102,23 +102,13 @@ class OneBitAdam(OneBitOptimizer):
                 work.gather(block, block.state("exp_avg"))  # so far each rank has had its own chunk of it
             for span in block.spans():
                 self._advance(block, span, "worker_error", block.part_of_gradient(span))
-        for block, mean in work.means(work.blocks, [block.ranges for block in work.blocks]):
-            if self._masked:
-                self._mask(block, mean)
+        for block, mean in work.means():
+            self._mask(block, mean)
             for span in block.spans():
                 block.part("exp_avg", span).copy_(mean[span.start : span.stop])
             for span in block.spans(block.updated):
                 denominator = self._denominator(block, span, self.freeze_step)
-                self._apply(block, span, torch.div(block.part("exp_avg", span), denominator, out=denominator), count)
-
-    def _apply(self, block: Block, span: Span, update: torch.Tensor, count: int) -> None:
-        """`p -= lr * (update + weight_decay * p)`; `update` is used up."""
-        group = self.param_groups[span.group]
-        master = block.part_of_master(span)
-        update.mul_(self._rate(span, count))
-        if group["weight_decay"]:
-            update.add_(master, alpha=float(group["lr"]) * group["weight_decay"])
-        master.sub_(update)
+                self._descend(block, span, torch.div(block.part("exp_avg", span), denominator, out=denominator), count)
 
     def _warm(self, block: Block, count: int) -> None:
         for span in block.spans(block.updated):
@@ -127,7 +117,7 @@ class OneBitAdam(OneBitOptimizer):
             if group["eps_inside_sqrt"]:
                 self._advance(block, span, "exp_avg", gradient)
                 self._vary(block, span, gradient)
-                self._apply(block, span, block.part("exp_avg", span) / self._denominator(block, span, count), count)
+                self._descend(block, span, block.part("exp_avg", span) / self._denominator(block, span, count), count)
                 continue
             beta1, beta2 = group["betas"]
             ops.adam(

@@ -133,6 +133,12 @@ class Reference:
         beta = self.hyper[name]["betas"][0]
         return beta * self.m[name][rank] + (1 - beta) * gradient
 
+    def descend(self, name: str, m: Tensor, second_moments: int) -> None:
+        """Every rank is at the same place, and goes on alike."""
+        hyper, p = self.hyper[name], self.p[name][0]
+        p = p - self.rate(name) * m / self.root(name, second_moments) - hyper["lr"] * hyper["weight_decay"] * p
+        self.m[name], self.p[name] = self.everywhere(m), self.everywhere(p)
+
     def everywhere(self, value: Tensor) -> list[Tensor]:
         return [value] * self.world
 
@@ -149,7 +155,75 @@ class Adam1(Reference):
                 self.vary(name, gradient)
             else:
                 m = self.mean_of(name, [self.moved(name, g) for g in local[name]])
-            hyper = self.hyper[name]
-            p = self.p[name][0]
-            p = p - self.rate(name) * m / self.root(name, min(self.step, freeze)) - hyper["lr"] * hyper["weight_decay"] * p
-            self.m[name], self.p[name] = self.everywhere(m), self.everywhere(p)
+            self.descend(name, m, min(self.step, freeze))
+
+
+class Adam01(Reference):
+    """0/1 Adam (arXiv:2202.06009), Algorithm 1, with the policies of its section 6."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.interval, self.updates, self.local_interval = 1, 0, 1
+        self.u: dict[str, list[Tensor]] = {}
+        self.anchor: dict[str, Tensor] = {}
+        self.rates: dict[str, float] = {}
+        self.decays: dict[str, float] = {}
+        self.common = True
+
+    def update(self, present: list[str], local: dict[str, list[Tensor]]) -> None:
+        if self.step > self.options["var_freeze_step"]:
+            self.locally(present, local)
+            return
+        full = self.step % self.interval == 0
+        self.updates += full
+        for name in present:
+            if full:
+                gradient = sum(local[name]) / self.world
+                m = self.moved(name, gradient)
+                self.vary(name, gradient)
+            else:
+                m = self.mean_of(name, [self.moved(name, g) for g in local[name]])
+            self.descend(name, m, self.updates)
+        if full and self.updates % self.options["var_update_scaler"] == 0:
+            self.interval *= 2
+
+    def locally(self, present: list[str], local: dict[str, list[Tensor]]) -> None:
+        done = self.step - self.options["var_freeze_step"]
+        if done == 1:
+            for name, zero in self.v.items():
+                self.error[name], self.server[name] = self.everywhere(0 * zero), 0 * zero
+        if self.common:
+            self.u = {name: self.everywhere(0 * v) for name, v in self.v.items()}
+            self.anchor = {name: p[0] for name, p in self.p.items()}
+            self.rates = dict.fromkeys(self.p, 0.0)
+            self.decays = dict.fromkeys(self.p, 0.0)
+            self.moving: set[str] = set()
+        self.moving |= set(present)
+        for name, hyper in self.hyper.items():
+            self.rates[name] += self.rate(name)
+            self.decays[name] += hyper["lr"] * hyper["weight_decay"]
+        for name in present:
+            self.m[name] = [self.moved(name, g, rank) for rank, g in enumerate(local[name])]
+            self.u[name] = [u + self.rate(name) * m for u, m in zip(self.u[name], self.m[name], strict=True)]
+            self.p[name] = [self.at(name, u) for u in self.u[name]]
+        self.common = self.step % self.local_interval == 0
+        if self.common:
+            for name in self.p:
+                if name in self.moving:
+                    self.arrive(name, self.mean_of(name, self.u[name]))
+        if done % self.options["local_step_scaler"] == 0:
+            self.local_interval = min(self.options["local_step_clipper"], 2 * self.local_interval)
+
+    def at(self, name: str, u: Tensor) -> Tensor:
+        return self.anchor[name] * (1 - self.decays[name]) - u / self.root(name, self.updates)
+
+    def arrive(self, name: str, u: Tensor) -> None:
+        self.p[name] = self.everywhere(self.at(name, u))
+        self.m[name] = self.everywhere(u / self.rates[name])
+
+    def settle(self) -> None:
+        """An exact mean ends the local steps."""
+        if not self.common:
+            for name in self.moving:
+                self.arrive(name, sum(self.u[name]) / self.world)
+        self.common = True
