@@ -20,6 +20,7 @@ _LAZY = {
     "Lion": "lion",
     "NativeOptimizer": "native",
     "OneBitAdam": "onebit_adam",
+    "OneBitLamb": "onebit_lamb",
     "SGD": "sgd",
     "ZeroOneAdam": "zero_one_adam",
 }

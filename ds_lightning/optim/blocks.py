@@ -39,6 +39,7 @@ class Block:
         first_group: number of the optimizer's first group among the groups of all optimizers.
         owned: this rank's chunk, `[start, stop)`.
         updated: the elements whose master values this rank updates.
+        parameters: the user's, by slot.
         extents: of the states with one value per element, by name.
         per_parameter: first values of the states with one value per parameter, by name.
         elements: the states with one value per element that exist.
@@ -47,6 +48,7 @@ class Block:
         master: master values of `updated`, in a step.
         gradient: its gradient in a step, from `gradient_start` on: of `updated`, or the whole unit's.
         present: slots that take part in a step.
+        new: names of those that never did before.
     """
 
     unit: Unit
@@ -56,6 +58,7 @@ class Block:
     extents: Mapping[str, Extent]
     per_parameter: Mapping[str, float]
     device: torch.device
+    parameters: Sequence[torch.Tensor] = ()
     elements: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)
     known: list[bool] = field(default_factory=list)
@@ -63,6 +66,9 @@ class Block:
     gradient: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     gradient_start: int = 0
     present: tuple[int, ...] = ()
+    new: tuple[str, ...] = ()
+    _members: dict[Span, tuple[int, ...]] = field(default_factory=dict)
+    _places: dict[Span, torch.Tensor] = field(default_factory=dict)
     _ranges: tuple[tuple[int, int], ...] = ()
     _spans: tuple[Span, ...] = ()
     _seen: tuple[int, ...] | None = None
@@ -88,6 +94,8 @@ class Block:
         """
         self.master, self.gradient, self.gradient_start = master, gradient, start
         self.choose(present)
+        slots = self.unit.slots
+        self.new = tuple(slots[place].name for place in self.present if not self.known[place])
         for place in present:
             self.known[place] = True
 
@@ -98,6 +106,11 @@ class Block:
             self._seen = self.present
             self._ranges = tuple((self.unit.slots[p].start, self.unit.slots[p].stop) for p in self.present)
             self._spans = tuple(self._find_spans())
+            self._members = {
+                span: tuple(p for p in self.present if span.start <= self.unit.slots[p].start < span.stop)
+                for span in self._spans
+            }
+            self._places.clear()
 
     def end(self) -> None:
         """The step is over: keep neither gradients nor parameters alive."""
@@ -134,6 +147,21 @@ class Block:
             return list(self._spans)
         cut = [Span(s.group, max(s.start, within[0]), min(s.stop, within[1])) for s in self._spans]
         return [span for span in cut if span.stop > span.start]
+
+    def members(self, span: Span) -> list[int]:
+        """The slots of a span."""
+        return list(self._members[span])
+
+    def places(self, span: Span) -> torch.Tensor:
+        """The slots of a span, as an index on the device."""
+        if span not in self._places:
+            self._places[span] = torch.tensor(self._members[span], device=self.device)
+        return self._places[span]
+
+    def members_of(self, span: Span, values: torch.Tensor) -> list[torch.Tensor]:
+        """The values of each parameter of a span, views; without the alignment between them."""
+        slots = [self.unit.slots[place] for place in self._members[span]]
+        return [values[slot.start - span.start : slot.stop - span.start] for slot in slots]
 
     def state(self, name: str) -> torch.Tensor:
         """A state with one value per element, 1-D over its extent; zeros if it is new."""

@@ -60,6 +60,7 @@ class BlockwiseOptimizer(ShardedOptimizer):
                 self.onebit.extents,
                 self.onebit.per_parameter,
                 buffers.full.device,
+                gradients.parameters,
             )
             self.take_user_state(gradients)
 

@@ -17,6 +17,7 @@ from ds_lightning.optim.lion import CPULion, FusedLion, Lion
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.onebit import OneBitOptimizer
 from ds_lightning.optim.onebit_adam import OneBitAdam
+from ds_lightning.optim.onebit_lamb import OneBitLamb
 from ds_lightning.optim.sgd import SGD
 from ds_lightning.optim.zero_one_adam import ZeroOneAdam
 
@@ -24,7 +25,7 @@ _OURS: dict[str, type[NativeOptimizer]] = {
     cls.__name__.lower(): cls
     for cls in (Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD)
 }
-_ONEBIT: dict[str, type[OneBitOptimizer]] = {cls.__name__.lower(): cls for cls in (OneBitAdam, ZeroOneAdam)}
+_ONEBIT: dict[str, type[OneBitOptimizer]] = {cls.__name__.lower(): cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
 _OPS = {"adam": Adam, "lion": Lion, "adagrad": Adagrad, "sgd": SGD}
 _TORCH_ONLY = frozenset(
     {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}

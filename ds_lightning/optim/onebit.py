@@ -192,6 +192,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _make(self, work: Work) -> None:
         count = self.steps + 1
+        new = [name for block in work.blocks for name in block.new]
+        if new and self._is_frozen(count):
+            raise ConfigError(
+                f"{', '.join(new[:5])}{' ...' if len(new) > 5 else ''}: the first gradient comes in step {count}, when "
+                f"{type(self).__name__} has frozen its variances, so nothing is known of theirs. Freeze later, or let "
+                "these parameters have gradients from the beginning."
+            )
         for group in self.param_groups:
             group["step"] = count
         try:
@@ -199,6 +206,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         finally:
             for block in work.blocks:
                 block.end()
+
+    def _is_frozen(self, count: int) -> bool:
+        """Whether variances do not change any more in step number `count`."""
+        raise NotImplementedError
 
     def _update(self, work: Work, count: int) -> None:
         """Step number `count`, counted from 1."""
@@ -236,15 +247,18 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     # For the steps of subclasses --------------------------------------------------------------------------------------
 
-    def _denominator(self, block: Block, span: Span, second_moments: int) -> torch.Tensor:
-        """The root of the second moment plus eps, a new tensor; with bias correction where the group asks for it."""
+    def _denominator(self, block: Block, span: Span, second_moments: int, name: str = "exp_avg_sq") -> torch.Tensor:
+        """The root of the second moment plus eps, a new tensor; with bias correction where the group asks for it.
+
+        Infinity where the second moment is zero: an element that never had a gradient stays where it is. A compressed
+        momentum is never zero, and over eps it would throw such an element (of an embedding of what never came) away.
+        """
         group = self.param_groups[span.group]
-        variance = block.part("exp_avg_sq", span)
+        variance = block.part(name, span)
         correction = 1 - group["betas"][1] ** second_moments if group["bias_correction"] else 1.0
         root = variance / correction if correction != 1.0 else variance
-        if group["eps_inside_sqrt"]:
-            return (root + group["eps"]).sqrt_()
-        return root.sqrt().add_(group["eps"])
+        root = (root + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else root.sqrt().add_(group["eps"])
+        return root.masked_fill_(variance == 0, torch.inf)
 
     def _rate(self, number: int, count: int) -> float:
         """The learning rate of a group over the bias correction of the first moment."""
@@ -298,7 +312,7 @@ class _Plain:
     def __init__(self, optimizer: OneBitOptimizer) -> None:
         self._optimizer = optimizer
         self._mean = CompressedMean(Collectives.create(Topology.single(), Ledger()))
-        self._blocks: list[tuple[Block, list[torch.Tensor]]] = []
+        self._blocks: list[tuple[Block, Sequence[torch.Tensor]]] = []
         self._signature: list[list[int]] = []
 
     def step(self) -> _PlainStep:
@@ -310,7 +324,7 @@ class _Plain:
             self._blocks = list(self._build())
         return _PlainStep(self._optimizer, self._blocks, self._mean)
 
-    def _build(self) -> Iterator[tuple[Block, list[torch.Tensor]]]:
+    def _build(self) -> Iterator[tuple[Block, Sequence[torch.Tensor]]]:
         by_name = {}
         specs: dict[torch.device, list[ParamSpec]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
@@ -324,14 +338,15 @@ class _Plain:
                 whole = (0, unit.numel)
                 cls = type(self._optimizer)
                 block = Block(unit, 0, whole, whole, cls.extents, cls.per_parameter, device)
-                yield block, [by_name[slot.name] for slot in unit.slots]
+                block.parameters = [by_name[slot.name] for slot in unit.slots]
+                yield block, block.parameters
 
 
 class _PlainStep:
     """One step of `_Plain`."""
 
     def __init__(
-        self, optimizer: OneBitOptimizer, blocks: Sequence[tuple[Block, list[torch.Tensor]]], mean: CompressedMean
+        self, optimizer: OneBitOptimizer, blocks: Sequence[tuple[Block, Sequence[torch.Tensor]]], mean: CompressedMean
     ) -> None:
         self._optimizer = optimizer
         self._blocks = blocks

@@ -90,10 +90,13 @@ class OneBitAdam(OneBitOptimizer):
     @property
     def local_gradients(self) -> bool:
         """True once the variance is frozen."""
-        return self.steps >= self.freeze_step
+        return self._is_frozen(self.steps + 1)
+
+    def _is_frozen(self, count: int) -> bool:
+        return count > self.freeze_step
 
     def _update(self, work: Work, count: int) -> None:
-        if count <= self.freeze_step:
+        if not self._is_frozen(count):
             for block in work.blocks:
                 self._warm(block, count)
             return

@@ -133,7 +133,10 @@ class ZeroOneAdam(OneBitOptimizer):
         return not self._varies(self.steps + 1)
 
     def _varies(self, count: int) -> bool:
-        return count <= self.var_freeze_step and count % self._at("var_interval") == 0
+        return not self._is_frozen(count) and count % self._at("var_interval") == 0
+
+    def _is_frozen(self, count: int) -> bool:
+        return count > self.var_freeze_step
 
     def _at(self, key: str) -> int:
         return int(self.param_groups[0][key])
@@ -143,7 +146,7 @@ class ZeroOneAdam(OneBitOptimizer):
             group.update(values)
 
     def _update(self, work: Work, count: int) -> None:
-        if count > self.var_freeze_step:
+        if self._is_frozen(count):
             self._step_locally(work, count)
             return
         varies = self._varies(count)

@@ -227,3 +227,80 @@ class Adam01(Reference):
             for name in self.moving:
                 self.arrive(name, sum(self.u[name]) / self.world)
         self.common = True
+
+
+class Lamb1(Reference):
+    """1-bit LAMB (arXiv:2104.06069), Algorithm 1, with the scaling of momenta to one size that the paper has."""
+
+    BOUNDS = {
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+        "coeff_beta": 0.9,
+        "factor_max": 4.0,
+        "factor_min": 0.5,
+        "factor_threshold": 0.1,
+    }
+
+    def __post_init__(self) -> None:
+        self.options = {**self.BOUNDS, **self.options}
+        super().__post_init__()
+        self.coefficient = dict.fromkeys(self.p, 0.0)
+        self.factor = dict.fromkeys(self.p, 1.0)
+        self.used: dict[str, float] = {}
+
+    def update(self, present: list[str], local: dict[str, list[Tensor]]) -> None:
+        self.used = {}
+        if self.step <= self.options["freeze_step"]:
+            for name in present:
+                self.warm(name, sum(local[name]) / self.world)
+            self.fresh = dict(self.v)
+            return
+        if self.step == self.options["freeze_step"] + 1:
+            sizes = {name: float(scale(m[0])) for name, m in self.m.items() if m[0].any()}
+            mean = sum(sizes.values()) / len(sizes)
+            self.scaling = {name: mean / size for name, size in sizes.items()}
+        for name in present:
+            factor = self.scaling[name]
+            m = self.mean_of(name, [factor * self.moved(name, g) for g in local[name]]) / factor
+            self.go_on(name, m)
+
+    def warm(self, name: str, gradient: Tensor) -> None:
+        hyper, m = self.hyper[name], self.moved(name, gradient)
+        self.vary(name, gradient)
+        p = self.p[name][0]
+        u = self.corrected(name, m) / self.root(name, self.step) + hyper["weight_decay"] * p
+        coefficient = 1.0
+        if p.norm() > 0 and u.norm() > 0:
+            coefficient = min(max(float(p.norm() / u.norm()), hyper["min_coeff"]), hyper["max_coeff"])
+            beta = hyper["coeff_beta"]
+            self.coefficient[name] = beta * self.coefficient[name] + (1 - beta) * coefficient
+        self.goto(name, m, u, coefficient)
+
+    def go_on(self, name: str, m: Tensor) -> None:
+        hyper = self.hyper[name]
+        beta1, beta2 = hyper["betas"]
+        gradient = (m - beta1 * self.m[name][0]) / (1 - beta1)
+        self.fresh[name] = beta2 * self.fresh[name] + (1 - beta2) * gradient**2
+        root = self.root(name, self.options["freeze_step"])
+        frozen, self.v[name] = self.v[name], self.fresh[name]
+        fresh_root = self.root(name, self.step)
+        self.v[name] = frozen
+        adaptive = self.corrected(name, m) / root
+        u = adaptive + hyper["weight_decay"] * self.p[name][0]
+        factor = float((root / fresh_root).max())
+        if hyper["weight_decay"] > 0:
+            share = min(1.0, float(adaptive.norm() / u.norm()))
+            factor = factor * share + (1 - share)
+        factor = min(max(factor, hyper["factor_min"]), hyper["factor_max"])
+        allowed, last = hyper["factor_threshold"], self.factor[name]
+        factor = self.factor[name] = min(max(factor, last * (1 - allowed)), last * (1 + allowed))
+        self.goto(name, m, u, (self.coefficient[name] or 1.0) * factor)
+
+    def corrected(self, name: str, m: Tensor) -> Tensor:
+        hyper = self.hyper[name]
+        return m / (1 - hyper["betas"][0] ** self.step) if hyper.get("bias_correction") else m
+
+    def goto(self, name: str, m: Tensor, u: Tensor, coefficient: float) -> None:
+        self.used[name] = coefficient
+        self.m[name] = self.everywhere(m)
+        self.p[name] = self.everywhere(self.p[name][0] - self.hyper[name]["lr"] * coefficient * u)

@@ -21,8 +21,9 @@ PHASES = {
         "local_step_clipper": 4,
         "lr": 3e-3,
     },
+    "OneBitLamb": {"freeze_step": 12, "lr": 0.02},
 }
-KINDS = {"OneBitAdam": reference.Adam1, "ZeroOneAdam": reference.Adam01}
+KINDS = {"OneBitAdam": reference.Adam1, "ZeroOneAdam": reference.Adam01, "OneBitLamb": reference.Lamb1}
 
 
 def cells_of(engine):
@@ -90,6 +91,10 @@ def check_equations(kind, dtype, stage=0, threshold=0, accumulate=1, steps=STEPS
         one_step(engine, optimizer, step, accumulate)
         wanted.run(gradients_of(twin, step, accumulate))
         compare(engine, wanted, bound)
+        if kind == "OneBitLamb":
+            order = [n for g in module.groups() for p in g["params"] for n, q in module.named_parameters() if p is q]
+            mine = torch.tensor(optimizer.get_lamb_coeffs())
+            torch.testing.assert_close(mine, torch.tensor([wanted.used[n] for n in order if n in wanted.used]))
     engine.settle()
     mine = torch.cat([v.double().flatten() for v in full_values(engine).values()])
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
