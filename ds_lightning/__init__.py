@@ -26,10 +26,10 @@ _LAZY = {
     "full_optimizer_state": "ds_lightning.zero.access",
     "grad_norms": "ds_lightning.zero.access",
 }
-_LAZY_MODULES = ("callbacks", "checkpoint", "ops", "optim", "schedules")
+_LAZY_MODULES = ("callbacks", "checkpoint", "ops", "optim", "profile", "schedules")
 
 if TYPE_CHECKING:
-    from ds_lightning import callbacks, ops, optim, schedules
+    from ds_lightning import callbacks, ops, optim, profile, schedules
     from ds_lightning.activation.checkpointing import checkpoint
     from ds_lightning.checkpoint.lightning_module import load_from_checkpoint
     from ds_lightning.checkpoint.pretrained import load_pretrained
@@ -54,6 +54,7 @@ __all__ = [
     "load_pretrained",
     "ops",
     "optim",
+    "profile",
     "register",
     "schedules",
 ]

@@ -1,4 +1,4 @@
-"""The optimizers and schedules of a run: those of the module, or those of the configuration where it makes none."""
+"""What a configuration adds to a run: optimizers and schedules where the module makes none, and callbacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from ds_lightning.config import Facts, resolve
+from ds_lightning.callbacks.flops import FlopsProfile
+from ds_lightning.config import Facts, ResolvedConfig, resolve
 from ds_lightning.config.deepspeed import ParsedConfig
 from ds_lightning.errors import ConfigError
 from ds_lightning.optim.from_config import build_optimizer
@@ -105,3 +106,20 @@ def _is_automatic(params: dict[str, object]) -> bool:
 
 def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
     return type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
+
+
+def add_callbacks(trainer: pl.Trainer, config: ResolvedConfig) -> None:
+    """Give a Trainer the callbacks that a configuration asks for, once."""
+    block = config.flops_profiler
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if block.enabled and not any(isinstance(callback, FlopsProfile) for callback in callbacks):
+        callbacks.append(
+            FlopsProfile(
+                profile_step=block.profile_step,
+                module_depth=block.module_depth,
+                top_modules=block.top_modules,
+                detailed=block.detailed,
+                output_file=block.output_file,
+                recompute_fwd_factor=block.recompute_fwd_factor,
+            )
+        )

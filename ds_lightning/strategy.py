@@ -30,7 +30,7 @@ from ds_lightning.config import Facts, ResolvedConfig, load, resolve
 from ds_lightning.config.arguments import with_offload
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.resolve import try_resolve
-from ds_lightning.configured import Made, make_optimizers
+from ds_lightning.configured import Made, add_callbacks, make_optimizers
 from ds_lightning.errors import ConfigError, TopologyError
 from ds_lightning.offload.policy import OffloadPolicy
 from ds_lightning.offload.shelf import shelf_for
@@ -260,6 +260,7 @@ class ZeroStrategy(Checkpointing):
         self._build(module, fitting)
         if fitting:
             self._checkpoint_activations()
+            add_callbacks(trainer, self.config)
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()

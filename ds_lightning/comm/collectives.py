@@ -13,6 +13,7 @@ only makes the compute stream wait.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,12 +54,12 @@ class Pending:
 class PendingReduce:
     """A reduce-scatter in flight: `finish` waits and adds this rank's chunk of the sum to its destination."""
 
-    __slots__ = ("_pending", "_premultiplied", "_sources")
+    __slots__ = ("_divided", "_pending", "_sources")
 
-    def __init__(self, pending: Pending, sources: list[torch.Tensor], premultiplied: bool) -> None:
+    def __init__(self, pending: Pending, sources: list[torch.Tensor], divided: int = 1) -> None:
         self._pending = pending
         self._sources = sources
-        self._premultiplied = premultiplied
+        self._divided = divided  # by this, on the way
 
     def finish(self, out: torch.Tensor, scale: float, accumulate: bool) -> None:
         """Write `scale` times the sum over ranks into `out`, or add it.
@@ -69,7 +70,9 @@ class PendingReduce:
             accumulate: add to what `out` holds.
         """
         self._pending.wait()
-        factor = 1.0 if self._premultiplied else scale
+        factor = scale * self._divided
+        if math.isclose(factor, 1.0):
+            factor = 1.0
         reduce_sum(out, self._sources, scale=factor, accumulate=accumulate)
         self._sources = []
 
@@ -180,7 +183,7 @@ class _Alone(Collectives):
     def reduce_scatter(
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
     ) -> PendingReduce:
-        return PendingReduce(Pending([], (), str), [full], premultiplied=False)
+        return PendingReduce(Pending([], (), str), [full])
 
     def all_to_all(self, send: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
         received.copy_(send)
@@ -266,7 +269,7 @@ class _PointToPoint(Collectives):
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
         self.ledger.record("reduce_scatter", chunks.shape[1] * (size - 1) * full.element_size())
-        return PendingReduce(Pending(works, (full, *sources), describe), sources, premultiplied=False)
+        return PendingReduce(Pending(works, (full, *sources), describe), sources)
 
 
 class _Native(Collectives):
@@ -307,7 +310,7 @@ class _Native(Collectives):
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
         self.ledger.record("reduce_scatter", out.numel() * (size - 1) * full.element_size())
-        return PendingReduce(Pending([work], (full, out), describe), [out], premultiplied=average)
+        return PendingReduce(Pending([work], (full, out), describe), [out], size if average else 1)
 
     def all_to_all(self, send: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
         describe = self._describer("all-to-all", what)

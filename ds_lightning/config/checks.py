@@ -208,11 +208,6 @@ def _compressed_stage(config: DeepSpeedConfig, stage: int) -> Problems:
         )
 
 
-def _reduction_stage(config: DeepSpeedConfig, stage: int) -> Problems:
-    if config.gradient_allreduce_op == "sum" and stage == 3:
-        yield Problem("gradient_allreduce_op", "'sum' does not go with stage 3; use 'mean'")
-
-
 def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     zero = config.zero_optimization
     if zero.zero_quantized_gradients and not zero.reduce_scatter:
@@ -269,7 +264,6 @@ _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
 _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _offload_stage,
     _compressed_stage,
-    _reduction_stage,
     _quantized_stage,
     _masters_stage,
 )

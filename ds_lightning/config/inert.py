@@ -35,6 +35,10 @@ def inert_reason(path: str, config: DeepSpeedConfig, stage: int, autos: frozense
     """
     block: Block = config
     names = path.split(".")
+    if path == "gradient_predivide_factor" and (config.prescale_gradients or config.gradient_allreduce_op == "sum"):
+        return "inert with prescale_gradients, and with sums"
+    if path == "prescale_gradients" and config.gradient_allreduce_op == "sum":
+        return "inert with gradient_allreduce_op: sum"
     if path.rpartition(".")[0] in _ON_DISK and not _on_disk(path, config):
         return "inert without NVMe offload"
     for depth, name in enumerate(names):

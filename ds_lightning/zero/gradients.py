@@ -23,7 +23,7 @@ class UnitGradients:
         keeps_local: whether it is this rank's own, of the whole unit, and not an average.
     """
 
-    def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None) -> None:
+    def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None, shows: bool = True) -> None:
         unit = buffers.unit
         self.buffers = buffers
         self.home = buffers.home
@@ -33,7 +33,7 @@ class UnitGradients:
         self._sharded = plan.shard_optimizer
         self.whole = not self._sharded
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
-        self.exposes = self.whole and unit.dtype == unit.master_dtype
+        self.exposes = shows and self.whole and unit.dtype == unit.master_dtype
         self.all_pieces = unit.pieces(0, unit.numel)
         self.owned_pieces = unit.pieces(*buffers.owned)
         self.grad: torch.Tensor | None = None

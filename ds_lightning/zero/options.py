@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ds_lightning.comm.averaging import Averaging
 from ds_lightning.config import ResolvedConfig
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
@@ -84,6 +85,11 @@ class EngineOptions:
                 # At stages below 3 the reference's default is no overlap, which has no advantage here.
                 overlap=bool(zero.overlap_comm) or "zero_optimization.overlap_comm" not in given,
                 ignore_unused=bool(zero.ignore_unused_parameters),
+                averaging=Averaging(
+                    resolved.gradient_allreduce_op,
+                    bool(resolved.prescale_gradients),
+                    float(resolved.gradient_predivide_factor),
+                ),
             ),
             dtypes=dtypes or DtypePolicy(),
             allgather_piece=max(1, int(zero.allgather_bucket_size)),

@@ -9,18 +9,19 @@ where what is left (these, a second gradient from reentrant checkpointing) is ag
 unused parameters cost no communication.
 
 [Note: one reducer] The mean of a gradient is `1/world_size * ((g_0 + g_1) + g_2 ...)`, summed in rank order in fp32 (or
-wider), at every stage. Stage 0 then gathers the shards; stages 1-3 keep them.
+wider), at every stage; `Averaging` has the other factors. Stage 0 then gathers the shards; stages 1-3 keep them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ds_lightning.comm.agreement import Agreement
+from ds_lightning.comm.averaging import Averaging
 from ds_lightning.comm.collectives import Collectives, PendingReduce
 from ds_lightning.errors import ConfigError
 from ds_lightning.layout.units import ROOT
@@ -44,12 +45,14 @@ class ReduceOptions:
         piece: `reduce_bucket_size`, elements per message.
         overlap: `overlap_comm`; without it every reduction is waited for at once.
         ignore_unused: `ignore_unused_parameters`.
+        averaging: how the gradients of ranks become one.
     """
 
     dtype: torch.dtype | None = None
     piece: int = 500_000_000
     overlap: bool = True
     ignore_unused: bool = True
+    averaging: Averaging = field(default_factory=Averaging)
 
 
 class GradientReducer:
@@ -102,7 +105,9 @@ class GradientReducer:
     def add(self, buffers: UnitBuffers) -> None:
         """Take charge of a unit's gradients."""
         index = buffers.unit.index
-        self.units[index] = UnitGradients(buffers, self._plan, self._options.dtype)
+        # A sum would count what `p.grad` shows of earlier backwards once for each rank.
+        shows = self._options.averaging.op == "mean"
+        self.units[index] = UnitGradients(buffers, self._plan, self._options.dtype, shows)
         # Backward runs roughly against the order of registration, what lies in no block is complete last; the first
         # backward shows the true order.
         self._order = sorted(
@@ -187,13 +192,25 @@ class GradientReducer:
             self._land()
         with torch.no_grad():
             flat = take(unit.numel)
-            gradients.flatten(flat)
+            self._flatten(gradients, flat)
         tag = unit.index * TAGS + REDUCE_TAG
         pending = self._collectives.reduce_scatter(flat, unit.name, tag, self._options.piece, take)
         gradients.launched += 1
         self._in_flight.append((gradients, pending, taken))
         if bounded and not limit:
             self._land()
+
+    def _flatten(self, gradients: UnitGradients, flat: torch.Tensor) -> None:
+        """What this rank adds to the sum. Scaled first and cast then: what is too large for 16 bit may fit."""
+        before = self._options.averaging.before(self._collectives.topology.world_size)
+        if before == 1.0:
+            gradients.flatten(flat)
+            return
+        wide = flat if flat.dtype == gradients.unit.dtype else self._pool.take(flat.numel(), gradients.unit.dtype)
+        gradients.flatten(wide)
+        torch.mul(wide, before, out=flat)
+        if wide is not flat:
+            self._pool.give(wide)
 
     def _land(self) -> None:
         """Wait for the oldest reduction and add its result to the shard."""
@@ -202,7 +219,8 @@ class GradientReducer:
             # Exposed gradients came in through `p.grad` and are part of the first sum of a backward already.
             accumulate = gradients.valid and (not gradients.exposes or gradients.landed > 0)
             destination = gradients.open(accumulate)
-            pending.finish(destination, 1.0 / self._collectives.topology.world_size, accumulate)
+            behind = self._options.averaging.behind(self._collectives.topology.world_size)
+            pending.finish(destination, behind, accumulate)
             gradients.close(destination)
         gradients.valid = True
         gradients.landed += 1

@@ -14,7 +14,7 @@ UNSUPPORTED = {
     "amp": {"amp.enabled"},
     "autotuning": {"autotuning.enabled"},
     "data_efficiency": {"data_efficiency.enabled"},
-    "full_zero3_nvme": {"flops_profiler.enabled"},
+    "full_zero3_nvme": set(),
     "minimal_fp16": set(),
     "onebit_adam": {"optimizer.type"},
     "onebit_lamb": {"optimizer.type"},
@@ -42,7 +42,6 @@ def without_unbuilt(data):
         "amp",
         "autotuning",
         "data_efficiency",
-        "flops_profiler",
         "sparse_attention",
     ):
         data.pop(name, None)
