@@ -145,6 +145,17 @@ class Collectives(abc.ABC):
             tag: distinguishes operations that are in flight together.
         """
 
+    def average(self, values: torch.Tensor, what: str, tag: int) -> None:
+        """Replace `values` (`[world_size * chunk]`) by their mean over ranks, summed in rank order, and wait."""
+        world = self.topology.world_size
+        if world == 1:
+            return
+        pending = self.reduce_scatter(values, what, tag, values.numel(), values.new_empty)
+        own = values.new_empty(values.numel() // world)
+        pending.finish(own, 1.0 / world, False)
+        values.view(world, -1)[self.topology.rank].copy_(own)
+        self.all_gather(values, what, tag, values.numel()).wait()
+
     def broadcast(self, values: torch.Tensor, what: str, source: int = 0) -> None:
         """Make `values` equal to those of rank `source`, and wait."""
         topology = self.topology

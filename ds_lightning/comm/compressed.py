@@ -69,8 +69,7 @@ class CompressedMean:
             places = [place for place, portion in enumerate(portions) if portion.compensated.dtype == dtype]
             if places:
                 chosen = [portions[place] for place in places]
-                for place, mean in zip(places, self._exchange(chosen, self._plan(chosen, dtype)), strict=True):
-                    yield place, mean
+                yield from zip(places, self._exchange(chosen, self._plan(chosen, dtype)), strict=True)
 
     def message_bytes(self, dtype: torch.dtype = torch.float32) -> int:
         """Bytes that this rank sends to each other rank in each half of the last exchange of this dtype; 0 before."""

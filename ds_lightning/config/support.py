@@ -33,9 +33,7 @@ def _above_one(value: Any) -> bool:
 _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
-_PLANNED_OPTIMIZERS = frozenset(
-    {"Lamb", "FusedLamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"}
-)
+_PLANNED_OPTIMIZERS = frozenset({"Lamb", "FusedLamb", "Muon", "MuAdam", "MuAdamW", "MuSGD"})
 
 PLANNED = (
     Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),

@@ -9,8 +9,8 @@ import torch
 
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.compressed import CompressedMean
-from ds_lightning.offload.policy import OffloadPolicy
 from ds_lightning.errors import ConfigError
+from ds_lightning.offload.policy import OffloadPolicy
 from ds_lightning.optim.blocks import Block
 from ds_lightning.optim.onebit import OneBitOptimizer, Work
 from ds_lightning.optim.sharded import ShardedOptimizer
@@ -117,19 +117,8 @@ class BlockwiseOptimizer(ShardedOptimizer):
 
     def _average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors of whole units by their means over ranks."""
-        world = self._collectives.topology.world_size
-        if world == 1:
-            return
         for values in tensors:
-            chunk = values.numel() // world
-            first = self._collectives.topology.rank * chunk
-            pending = self._collectives.reduce_scatter(
-                values, "states of a 1-bit optimizer", GATHER_TAG, values.numel(), values.new_empty
-            )
-            own = torch.empty_like(values[:chunk])
-            pending.finish(own, 1.0 / world, False)
-            values[first : first + chunk].copy_(own)
-            self._collectives.all_gather(values, "states of a 1-bit optimizer", GATHER_TAG, values.numel()).wait()
+            self._collectives.average(values, "states of a 1-bit optimizer", GATHER_TAG)
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -137,6 +126,8 @@ class BlockwiseOptimizer(ShardedOptimizer):
         """Replace the states of a unit, see `ShardedOptimizer.load_unit`."""
         if gradients in self._blocks:
             self._blocks[gradients].load(states, flat_range)
+            self.onebit.restart()
+            self._settled = -1
 
     def unit_state(self, gradients: UnitGradients) -> UnitState:
         """States of a unit on this rank, by parameter name and key."""
@@ -148,9 +139,7 @@ class BlockwiseOptimizer(ShardedOptimizer):
         return sum(block.nbytes for block in self._blocks.values())
 
 
-def check_blockwise(
-    optimizers: Sequence[torch.optim.Optimizer], stage: int, offload: OffloadPolicy | None
-) -> None:
+def check_blockwise(optimizers: Sequence[torch.optim.Optimizer], stage: int, offload: OffloadPolicy | None) -> None:
     """Refuse what a 1-bit optimizer cannot work with.
 
     Args:

@@ -29,9 +29,7 @@ class PendingNorm:
         return float(first ** (1.0 / self._norm_type))
 
 
-def start_norm(
-    gradients: ReducedGradients, norm_type: float, agreement: Agreement, local: bool = False
-) -> PendingNorm:
+def start_norm(gradients: ReducedGradients, norm_type: float, agreement: Agreement, local: bool = False) -> PendingNorm:
     """Begin the norm of gradients spread over the ranks. Collective.
 
     Args:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.compressed import CompressedMean, Portion
 from ds_lightning.comm.ledger import Ledger
+from ds_lightning.config.schema.optimizer import COMMUNICATION_BACKENDS
 from ds_lightning.errors import ConfigError
 from ds_lightning.layout.flat import build_layout
 from ds_lightning.layout.units import ParamSpec
@@ -19,9 +20,6 @@ from ds_lightning.optim.adam import checked_betas
 from ds_lightning.optim.blocks import Block, Extent, Span
 from ds_lightning.optim.native import check_positive
 from ds_lightning.topology import Topology
-
-BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
-"""What `comm_backend_name` may be in DeepSpeed; here every one means the backend of the run."""
 
 Average = Callable[[Sequence[torch.Tensor]], None]
 Gather = Callable[[Block, torch.Tensor], None]
@@ -71,7 +69,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: factor of the decoupled weight decay.
         amsgrad: only False.
-        comm_backend_name: one of `BACKENDS`; communication is the run's own, whatever it says.
+        comm_backend_name: one of DeepSpeed's; communication is the run's own, whatever it says.
 
     Raises:
         ConfigError: for amsgrad, an unknown backend or a mask that does not fit.
@@ -107,10 +105,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         if amsgrad:
             raise ConfigError(f"{name} has no amsgrad variant. Leave amsgrad out, or use torch.optim.Adam.")
-        if comm_backend_name not in BACKENDS:
+        if comm_backend_name not in COMMUNICATION_BACKENDS:
             raise ConfigError(
-                f"comm_backend_name={comm_backend_name!r} is not one of {', '.join(BACKENDS)}. Leave it out: {name} "
-                "communicates over the backend of the run."
+                f"comm_backend_name={comm_backend_name!r} is not one of {', '.join(COMMUNICATION_BACKENDS)}. Leave it "
+                f"out: {name} communicates over the backend of the run."
             )
         check_positive(lr=lr, eps=eps, weight_decay=weight_decay)
         common = {
@@ -230,8 +228,18 @@ class OneBitOptimizer(torch.optim.Optimizer):
             average([block.elements["worker_error"] for block in blocks if "worker_error" in block.elements])
         return False
 
+    def restart(self) -> None:
+        """States have been loaded: ranks are equal now."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer; whole states, see `settle`. Collective under `ZeroStrategy`."""
+        if self._plain is not None:
+            self._plain.settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer; masks that are set stay."""
+        self.restart()
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, mask in zip(self.param_groups, masks, strict=True):
@@ -317,12 +325,21 @@ class _Plain:
 
     def step(self) -> _PlainStep:
         """A step: a context that gives its work and writes parameters back."""
+        return _PlainStep(self._optimizer, self._current(), self._mean)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Bring states into the form that checkpoints have."""
+        with _PlainStep(self._optimizer, self._current(), self._mean, steps=False) as work:
+            self._optimizer.settle(work.blocks, lambda tensors: None, True)
+
+    def _current(self) -> Sequence[tuple[Block, Sequence[torch.Tensor]]]:
         groups = self._optimizer.param_groups
         signature = [[id(p) for p in group["params"]] for group in groups]
         if signature != self._signature:
             self._signature = signature
             self._blocks = list(self._build())
-        return _PlainStep(self._optimizer, self._blocks, self._mean)
+        return self._blocks
 
     def _build(self) -> Iterator[tuple[Block, Sequence[torch.Tensor]]]:
         by_name = {}
@@ -343,11 +360,16 @@ class _Plain:
 
 
 class _PlainStep:
-    """One step of `_Plain`."""
+    """One step of `_Plain`, or a look at its states without one."""
 
     def __init__(
-        self, optimizer: OneBitOptimizer, blocks: Sequence[tuple[Block, Sequence[torch.Tensor]]], mean: CompressedMean
+        self,
+        optimizer: OneBitOptimizer,
+        blocks: Sequence[tuple[Block, Sequence[torch.Tensor]]],
+        mean: CompressedMean,
+        steps: bool = True,
     ) -> None:
+        self._steps = steps
         self._optimizer = optimizer
         self._blocks = blocks
         self._mean = mean
@@ -359,7 +381,7 @@ class _PlainStep:
             self._take_states(block, params)
             master = torch.zeros(block.unit.numel, dtype=block.unit.master_dtype, device=block.device)
             gradient = torch.zeros_like(master)
-            present = [k for k, p in enumerate(params) if p.grad is not None]
+            present = [k for k, p in enumerate(params) if self._steps and p.grad is not None]
             for slot, p in zip(block.unit.slots, params, strict=True):
                 master[slot.start : slot.stop].copy_(p.reshape(-1))
             for k in present:
@@ -394,5 +416,6 @@ class _PlainStep:
         for place, (slot, p) in enumerate(zip(block.unit.slots, params, strict=True)):
             if block.known[place]:
                 entry = self._optimizer.state[p]
+                entry.clear()
                 entry.update({k: v[slot.start : slot.stop].view(slot.shape) for k, v in block.elements.items()})
                 entry.update({key: values[place] for key, values in numbers.items()})

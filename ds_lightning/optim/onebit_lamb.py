@@ -90,7 +90,7 @@ class OneBitLamb(OneBitOptimizer):
         for low, high in ((min_coeff, max_coeff), (factor_min, factor_max)):
             if not 0 <= low <= high:
                 raise ValueError(f"Bounds of {low} and {high} are no range of numbers of at least 0.")
-        if not (0 <= coeff_beta < 1 and 0 <= factor_threshold):
+        if not (0 <= coeff_beta < 1 and factor_threshold >= 0):
             raise ValueError(f"coeff_beta={coeff_beta} is in [0, 1), factor_threshold={factor_threshold} at least 0.")
         self.freeze_step = int(freeze_step)
         self._coefficients: list[tuple[Block, list[int], torch.Tensor]] = []
@@ -128,8 +128,8 @@ class OneBitLamb(OneBitOptimizer):
         """The coefficients of the last step, in the order of the parameters that took part; a list of its own."""
         known: dict[int, float] = {}
         for block, places, values in self._coefficients:
-            parameters = (block.parameters[place] for place in places)
-            known.update(zip(map(id, parameters), values.tolist(), strict=True))
+            stepped = [id(block.parameters[place]) for place in places]
+            known.update(zip(stepped, values.tolist(), strict=True))
         parameters = [p for group in self.param_groups for p in group["params"]]
         return [known[id(p)] for p in parameters if id(p) in known]
 

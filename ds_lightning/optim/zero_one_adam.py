@@ -225,6 +225,10 @@ class ZeroOneAdam(OneBitOptimizer):
         self._window.clear()
         self._rates, self._decays = [], []
 
+    def restart(self) -> None:
+        """A window that is open is forgotten: parameters and states are others now."""
+        self._close()
+
     def _place(self, block: Block, span: Span, update: torch.Tensor) -> None:
         """The parameters that are `update` away from where ranks were equal."""
         anchor = block.part("anchor", span)

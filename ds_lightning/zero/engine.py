@@ -273,7 +273,9 @@ class ZeroEngine:
             before_step=lambda args, kwargs: self._before_step(sharded, args, kwargs),
             after_step=lambda: self._after_step(sharded),
             after_zero_grad=lambda: self._after_zero_grad(sharded),
-            states=OptimizerStates(sharded, self.table, self.values, self.agreement),
+            states=OptimizerStates(
+                sharded, self.table, self.values, self.agreement, partial(self.settle, everything=True)
+            ),
         )
 
     def _group_signature(self) -> list[list[int]]:
@@ -286,6 +288,7 @@ class ZeroEngine:
         if len(old) == len(optimizers) and all(id(optimizer) in known for optimizer in optimizers):
             return
         new = self._wrap(optimizers)
+        self.settle()
         self.hooks.remove_optimizers()
         self.optimizers = new
         self._relayout(everything=True)
@@ -305,6 +308,7 @@ class ZeroEngine:
 
     def _relayout(self, everything: bool = False) -> None:
         """Lay out anew the units of which some parameter has come to, or left, a group. Collective."""
+        self.settle(everything=True)
         groups = self._groups()
         affected = {
             index
@@ -513,6 +517,7 @@ class ZeroEngine:
 
     def dissolve(self) -> None:
         """Turn the module into a plain one with full parameters, and forget it. Collective."""
+        self.settle()
         self.dissolved = True
         self.values.hide()
         self.residency.release_all()

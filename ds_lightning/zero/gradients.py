@@ -150,16 +150,22 @@ class UnitGradients:
     def take_local(self) -> None:
         """Make this rank's own gradient the unit's, or add it to that; see `keep`."""
         grad = self._all()
-        if not self.valid or self.exposes:  # what is exposed came in through `p.grad` again
+        # What is exposed comes in through `p.grad` again, with the first of what a backward brings.
+        if not self.valid or (self.exposes and not self.landed):
             self.flatten(grad)
             return
         if self.local is not None:
             grad.add_(self.local)
             self.local = None
         views = self._views(grad)
-        found = [(index, place) for index, place in self._slots if self.parameters[index].grad is not None]
-        if found:
-            torch._foreach_add_([views[place] for _, place in found], [self.parameters[i].grad for i, _ in found])
+        targets, sources = [], []
+        for index, place in self._slots:
+            gradient = self.parameters[index].grad
+            if gradient is not None:
+                targets.append(views[place])
+                sources.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, sources)
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.arrived[index] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +23,18 @@ class OptimizerStates:
         table: names of parameters.
         values: whole states.
         agreement: every rank must call `state_dict`.
+        settle: makes equal what differs between ranks. Collective.
     """
 
     def __init__(
-        self, sharded: ShardedOptimizer, table: ParameterTable, values: FullValues, agreement: Agreement
+        self,
+        sharded: ShardedOptimizer,
+        table: ParameterTable,
+        values: FullValues,
+        agreement: Agreement,
+        settle: Callable[[], None],
     ) -> None:
+        self._settle = settle
         self._sharded = sharded
         self._table = table
         self._values = values
@@ -38,6 +46,7 @@ class OptimizerStates:
         self._agreement.rendezvous(
             "state_dict() of a sharded optimizer", "Call it on every rank, or save with trainer.save_checkpoint."
         )
+        self._settle()
         whole: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for gradients in self._sharded.units:
             for name, entry in self._values.full_unit_state(self._sharded, gradients.unit.index).items():

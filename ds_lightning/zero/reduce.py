@@ -178,6 +178,7 @@ class GradientReducer:
                 gradients.take_local()
             gradients.valid = True
             gradients.launched += 1
+            gradients.landed += 1
             return
         taken: list[torch.Tensor] = []
 
