@@ -141,7 +141,7 @@ def test_a_run_resumes_in_any_phase_as_if_it_had_not_stopped(name, stop, stage, 
 
 
 def save_one(name, folder):
-    model, trainer = fit(config_of(name, fp16=False), 6)
+    _, trainer = fit(config_of(name, fp16=False), 6)
     trainer.save_checkpoint(Path(folder) / "other.ckpt")
 
 
@@ -162,12 +162,12 @@ def check_overflow():
     """One rank's gradient overflows in a compressed step."""
 
     class Watch(runs.Callback):
-        def on_before_zero_grad(self, trainer, module, optimizer):  # noqa: ARG002
+        def on_before_zero_grad(self, trainer, module, optimizer):
             block = trainer.strategy.engine.optimizers[0]
             states = [b.elements for b in block._blocks.values()]
             self.before = [{k: v.clone() for k, v in e.items()} for e in states]
 
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):  # noqa: ARG002
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
             if index == 5:
                 sharded = trainer.strategy.engine.optimizers[0]
                 after = [b.elements for b in sharded._blocks.values()]
