@@ -163,6 +163,9 @@ class ZeroStrategy(Checkpointing):
     def last_grad_norm(self) -> float | None:
         """Global 2-norm of the gradients of the last step: averaged, unscaled, before clipping; None before the first.
 
+        In compressed steps of a 1-bit optimizer every rank has its own gradient: then the root of the mean square of
+        their norms.
+
         Equal on all ranks; reading it does not communicate.
         """
         return self.engine.norms.last() if self.engine is not None else None

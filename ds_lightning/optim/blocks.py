@@ -1,4 +1,4 @@
-"""One unit as the 1-bit optimizers see it: flat states, and what a step reads and writes."""
+"""Units as the 1-bit optimizers see them: flat states, and what a step reads and writes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_lightning.comm.compressed import CompressedMean, Portion
 from ds_lightning.layout.flat import Unit
 from ds_lightning.optim.unit_states import Elements, UnitState
 
@@ -251,3 +252,33 @@ class Block:
     def nbytes(self) -> int:
         """Bytes of all states."""
         return sum(values.nbytes for values in (*self.elements.values(), *self.numbers.values()))
+
+
+Average = Callable[[Sequence[torch.Tensor]], None]
+"""Replaces tensors of whole units by their means over ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step is about.
+
+    Attributes:
+        blocks: all of the optimizer's, with masters, and with gradients where any rank has one.
+        mean: the compressed exchange.
+        gather: completes a whole state of a block from the chunks that ranks own. Collective.
+    """
+
+    blocks: Sequence[Block]
+    mean: CompressedMean
+    gather: Callable[[Block, torch.Tensor], None]
+
+    def means(self) -> Iterator[tuple[Block, torch.Tensor]]:
+        """Average what has been added to the worker errors of the slots that take part. Collective.
+
+        Yields:
+            Each block that has such slots and its mean, `[unit.numel]`; the worker error holds what was not sent.
+        """
+        chosen = [block for block in self.blocks if block.present]
+        portions = [Portion(b.state("worker_error"), b.state("server_error"), b.ranges) for b in chosen]
+        for place, mean in self.mean(portions):
+            yield chosen[place], mean

@@ -11,8 +11,8 @@ from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.compressed import CompressedMean
 from ds_lightning.errors import ConfigError
 from ds_lightning.offload.policy import OffloadPolicy
-from ds_lightning.optim.blocks import Block
-from ds_lightning.optim.onebit import OneBitOptimizer, Work
+from ds_lightning.optim.blocks import Block, Work
+from ds_lightning.optim.onebit import OneBitOptimizer
 from ds_lightning.optim.sharded import ShardedOptimizer
 from ds_lightning.optim.unit_states import UnitState
 from ds_lightning.zero.gradients import UnitGradients

@@ -1,54 +1,19 @@
-"""What the 1-bit optimizers have in common: phases, blocks instead of parameters, and steps without an engine."""
+"""What the 1-bit optimizers have in common: phases, and blocks instead of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from ds_lightning.comm.collectives import Collectives
-from ds_lightning.comm.compressed import CompressedMean, Portion
-from ds_lightning.comm.ledger import Ledger
 from ds_lightning.config.schema.optimizer import COMMUNICATION_BACKENDS
 from ds_lightning.errors import ConfigError
-from ds_lightning.layout.flat import build_layout
-from ds_lightning.layout.units import ParamSpec
 from ds_lightning.optim.adam import checked_betas
-from ds_lightning.optim.blocks import Block, Extent, Span
+from ds_lightning.optim.blocks import Average, Block, Extent, Span, Work
 from ds_lightning.optim.native import check_positive
-from ds_lightning.topology import Topology
-
-Average = Callable[[Sequence[torch.Tensor]], None]
-Gather = Callable[[Block, torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one step is about.
-
-    Attributes:
-        blocks: all of the optimizer's, with masters, and with gradients where any rank has one.
-        mean: the compressed exchange.
-        gather: completes a whole state of a block from the chunks that ranks own. Collective.
-    """
-
-    blocks: Sequence[Block]
-    mean: CompressedMean
-    gather: Gather
-
-    def means(self) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Average what has been added to the worker errors of the slots that take part. Collective.
-
-        Yields:
-            Each block that has such slots and its mean, `[unit.numel]`; the worker error holds what was not sent.
-        """
-        chosen = [block for block in self.blocks if block.present]
-        portions = [Portion(b.state("worker_error"), b.state("server_error"), b.ranges) for b in chosen]
-        for place, mean in self.mean(portions):
-            yield chosen[place], mean
+from ds_lightning.optim.plain_blocks import PlainBlocks
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -120,7 +85,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             "bias_correction": bool(bias_correction),
             "step": 0,
         }
-        self._plain: _Plain | None = None
+        self._plain: PlainBlocks | None = None
         super().__init__(params, {**common, **defaults})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -183,7 +148,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} exchanges momenta between ranks through ZeroStrategy. Use it there (stage "
                 f"{' or '.join(map(str, self.stages))}), or in a single process."
             )
-        self._plain = self._plain or _Plain(self)
+        self._plain = self._plain or PlainBlocks(self)
         with self._plain.step() as plain:
             self._make(plain)
         return loss
@@ -308,114 +273,3 @@ class OneBitOptimizer(torch.optim.Optimizer):
             if mask is not None:
                 mean[start:stop].mul_(mask.reshape(-1).to(device=mean.device, dtype=mean.dtype))
         return mean
-
-
-class _Plain:
-    """The blocks of an optimizer in a process of its own: parameters are copied in and out, states are shared.
-
-    Args:
-        optimizer: its parameters and states, which stay where every optimizer has them.
-    """
-
-    def __init__(self, optimizer: OneBitOptimizer) -> None:
-        self._optimizer = optimizer
-        self._mean = CompressedMean(Collectives.create(Topology.single(), Ledger()))
-        self._blocks: list[tuple[Block, Sequence[torch.Tensor]]] = []
-        self._signature: list[list[int]] = []
-
-    def step(self) -> _PlainStep:
-        """A step: a context that gives its work and writes parameters back."""
-        return _PlainStep(self._optimizer, self._current(), self._mean)
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Bring states into the form that checkpoints have."""
-        with _PlainStep(self._optimizer, self._current(), self._mean, steps=False) as work:
-            self._optimizer.settle(work.blocks, lambda tensors: None, True)
-
-    def _current(self) -> Sequence[tuple[Block, Sequence[torch.Tensor]]]:
-        groups = self._optimizer.param_groups
-        signature = [[id(p) for p in group["params"]] for group in groups]
-        if signature != self._signature:
-            self._signature = signature
-            self._blocks = list(self._build())
-        return self._blocks
-
-    def _build(self) -> Iterator[tuple[Block, Sequence[torch.Tensor]]]:
-        by_name = {}
-        specs: dict[torch.device, list[ParamSpec]] = {}
-        for number, group in enumerate(self._optimizer.param_groups):
-            for place, p in enumerate(group["params"]):
-                name = f"{number}.{place}"
-                by_name[name] = p
-                spec = ParamSpec(name, (), p.shape, p.dtype, p.dtype, number, "", True)
-                specs.setdefault(p.device, []).append(spec)
-        for device, members in specs.items():
-            for unit in build_layout(members, 1).units:
-                whole = (0, unit.numel)
-                cls = type(self._optimizer)
-                block = Block(unit, 0, whole, whole, cls.extents, cls.per_parameter, device)
-                block.parameters = [by_name[slot.name] for slot in unit.slots]
-                yield block, block.parameters
-
-
-class _PlainStep:
-    """One step of `_Plain`, or a look at its states without one."""
-
-    def __init__(
-        self,
-        optimizer: OneBitOptimizer,
-        blocks: Sequence[tuple[Block, Sequence[torch.Tensor]]],
-        mean: CompressedMean,
-        steps: bool = True,
-    ) -> None:
-        self._steps = steps
-        self._optimizer = optimizer
-        self._blocks = blocks
-        self._mean = mean
-        self._masters: list[torch.Tensor] = []
-
-    def __enter__(self) -> Work:
-        working = []
-        for block, params in self._blocks:
-            self._take_states(block, params)
-            master = torch.zeros(block.unit.numel, dtype=block.unit.master_dtype, device=block.device)
-            gradient = torch.zeros_like(master)
-            present = [k for k, p in enumerate(params) if self._steps and p.grad is not None]
-            for slot, p in zip(block.unit.slots, params, strict=True):
-                master[slot.start : slot.stop].copy_(p.reshape(-1))
-            for k in present:
-                slot = block.unit.slots[k]
-                gradient[slot.start : slot.stop].copy_(params[k].grad.reshape(-1))  # type: ignore[union-attr]
-            block.begin(master, gradient, 0, present)
-            self._masters.append(master)
-            working.append(block)
-        return Work(working, self._mean, lambda block, state: None)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for (block, params), master in zip(self._blocks, self._masters, strict=True):
-            for place, (slot, p) in enumerate(zip(block.unit.slots, params, strict=True)):
-                if kind is None and block.known[place]:
-                    p.copy_(master[slot.start : slot.stop].view(slot.shape))
-            self._show_states(block, params)
-
-    def _take_states(self, block: Block, params: Sequence[torch.Tensor]) -> None:
-        """States that someone loaded are copied in; those that are views of the block's are there already."""
-        state = self._optimizer.state
-        for slot, p in zip(block.unit.slots, params, strict=True):
-            for key, value in state[p].items() if p in state else ():
-                if key in block.extents:
-                    target = block.state(key)[slot.start : slot.stop].view(slot.shape)
-                    if value.data_ptr() != target.data_ptr():
-                        target.copy_(value)
-                elif key in block.per_parameter:
-                    block.number(key)[block.unit.slots.index(slot)] = float(value)
-
-    def _show_states(self, block: Block, params: Sequence[torch.Tensor]) -> None:
-        numbers = {key: values.tolist() for key, values in block.numbers.items()}
-        for place, (slot, p) in enumerate(zip(block.unit.slots, params, strict=True)):
-            if block.known[place]:
-                entry = self._optimizer.state[p]
-                entry.clear()
-                entry.update({k: v[slot.start : slot.stop].view(slot.shape) for k, v in block.elements.items()})
-                entry.update({key: values[place] for key, values in numbers.items()})

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from ds_lightning.ops import optim as ops
-from ds_lightning.optim.blocks import Block, Extent
-from ds_lightning.optim.onebit import OneBitOptimizer, Work
+from ds_lightning.optim.blocks import Block, Extent, Work
+from ds_lightning.optim.onebit import OneBitOptimizer
 
 
 class OneBitAdam(OneBitOptimizer):

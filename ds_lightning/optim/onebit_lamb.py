@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ds_lightning.optim.blocks import Block, Extent, Span
-from ds_lightning.optim.onebit import OneBitOptimizer, Work
+from ds_lightning.optim.blocks import Block, Extent, Span, Work
+from ds_lightning.optim.onebit import OneBitOptimizer
 
 
 class OneBitLamb(OneBitOptimizer):

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ds_lightning.optim.blocks import Block, Extent, Span
-from ds_lightning.optim.onebit import Average, OneBitOptimizer, Work
+from ds_lightning.optim.blocks import Average, Block, Extent, Span, Work
+from ds_lightning.optim.onebit import OneBitOptimizer
 
 
 class ZeroOneAdam(OneBitOptimizer):

@@ -41,7 +41,7 @@ class Vectors(nn.Module):
         return [{"params": first, "weight_decay": 0.05}, {"params": rest, "lr": 0.004, "betas": (0.8, 0.98)}]
 
     def gradients(self, rank: int, step: int, micro: int = 0) -> dict[str, Tensor]:
-        """By name, fp32 numbers; those that are missing have none."""
+        """By name; those that are missing have none."""
         generator = torch.Generator().manual_seed(1 + 10_000 * micro + 100 * step + rank)
         common = torch.Generator().manual_seed(7)
         found = {}
@@ -49,7 +49,7 @@ class Vectors(nn.Module):
             drawn = torch.randn(p.shape, generator=generator) + 0.5 * torch.randn(p.shape, generator=common)
             if name == "never" or (name == "rare" and step % 3 == 1) or (name == "picky" and (rank or step % 2)):
                 continue
-            found[name] = drawn * 10.0 ** (place % 4 - 2)
+            found[name] = (drawn * 10.0 ** (place % 4 - 2)).bfloat16().float()  # exact in every precision
         return found
 
     def forward(self, rank: int, step: int, micro: int = 0) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ds_lightning as dsl
+from ds_lightning.zero.reduce import ReduceOptions
 from tests.dist import onebit_reference as reference
 from tests.dist.harness import full_values, make_engine
 from tests.pool import run_ranks
@@ -36,10 +37,17 @@ def cells_of(engine):
     return found
 
 
-def make(kind, dtype, stage=0, threshold=0, **options):
+def make(kind, dtype, stage=0, threshold=0, precision="fp32", **options):
     module = reference.Vectors(dtype)
     optimizer = getattr(dsl.optim, kind)(module.groups(), **{**PHASES[kind], **options})
-    return module, optimizer, make_engine(module, [optimizer], stage, threshold=threshold)
+    return module, optimizer, make_engine(
+        module,
+        [optimizer],
+        stage,
+        threshold=threshold,
+        precision=precision,
+        reduce=ReduceOptions(dtype=torch.float32),  # sums of windows would be rounded to travel in 16 bits
+    )
 
 
 def one_step(engine, optimizer, step, accumulate=1):
@@ -82,8 +90,8 @@ def compare(engine, wanted, bound):
             assert not buffers.full[start:stop].any(), "a hole is not zero"
 
 
-def check_equations(kind, dtype, stage=0, threshold=0, accumulate=1, steps=STEPS, **options):
-    module, optimizer, engine = make(kind, dtype, stage, threshold, **options)
+def check_equations(kind, dtype, stage=0, threshold=0, accumulate=1, steps=STEPS, precision="fp32", **options):
+    module, optimizer, engine = make(kind, dtype, stage, threshold, precision, **options)
     twin = reference.Vectors(dtype)
     wanted = KINDS[kind](twin, dist.get_world_size(), cells_of(engine), {**PHASES[kind], **options})
     bound = 1e-12 if dtype == torch.float64 else 5e-7
@@ -122,3 +130,8 @@ def test_every_step_in_fp32_with_windows_and_merged_units(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bias_correction_and_eps_inside_the_root_act(kind):
     run_ranks(check_equations, 2, kind, torch.float64, bias_correction=True, eps_inside_sqrt=True, steps=30)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("OneBitAdam", 1), ("ZeroOneAdam", 0), ("OneBitLamb", 0)])
+def test_every_step_with_parameters_that_compute_in_bf16(kind, stage):
+    run_ranks(check_equations, 2, kind, torch.float32, stage=stage, precision="bf16", accumulate=2)

@@ -241,6 +241,33 @@ def test_the_list_of_coefficients_is_a_copy():
         assert optimizer.get_lamb_coeffs() == kept != []
 
 
+def check_new_parameter(kind):
+    """A parameter joins in the warm-up; the states of the others stay."""
+    module = reference.Vectors(torch.float64)
+    late = module.rare
+    optimizer = getattr(dsl.optim, kind)([p for p in module.parameters() if p is not late], **PHASES[kind])
+    engine = make_engine(module, [optimizer], 0)
+    for step in range(8):
+        one_step(engine, optimizer, step)
+    keys = ("exp_avg", "exp_avg_sq", "lamb_coeff_freeze")
+    before = {key: dsl.full_optimizer_state(module.matrix, key) for key in keys}
+    optimizer.add_param_group({"params": [late], "lr": 1e-3})
+    assert optimizer.param_groups[1]["step"] == 8
+    engine.follow_groups()
+    for key, value in before.items():
+        torch.testing.assert_close(dsl.full_optimizer_state(module.matrix, key), value, rtol=0, atol=0)
+    start = late.detach().clone()
+    for step in range(8, 30):
+        one_step(engine, optimizer, step)
+    assert not torch.equal(dsl.full_param(late), start)
+    assert not _ranks_differ(dsl.full_param(late))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_joins_while_the_variance_is_learnt(kind):
+    run_ranks(check_new_parameter, 2, kind)
+
+
 def test_cells_cover_every_element():
     run_ranks(check_cells, 3)
 
