@@ -28,6 +28,7 @@ from ds_lightning.checkpoint.saver import CheckpointSaver, complete
 from ds_lightning.comm.agreement import Agreement
 from ds_lightning.config import ResolvedConfig
 from ds_lightning.errors import CheckpointError, ConfigError
+from ds_lightning.schedules.base import Schedule
 from ds_lightning.topology import Topology
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction
@@ -338,6 +339,7 @@ class Checkpointing(DDPStrategy):
         saved = checkpoint["optimizer_states"]
         if checkpoint.get("ds_lightning", {}).get("weights_alone"):
             return
+        self._keep_schedules(checkpoint)
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -346,15 +348,44 @@ class Checkpointing(DDPStrategy):
                 f"The checkpoint has states of {len(saved)} optimizers, configure_optimizers makes "
                 f"{len(self.optimizers)}."
             )
+        own = checkpoint.get("ds_lightning", {})
+        rounded = self.engine.rounded()
         self.engine.follow_groups()  # finetuning callbacks have just put theirs back
-        names = checkpoint.get("ds_lightning", {}).get("optimizer_parameter_names") or [None] * len(saved)
+        names = own.get("optimizer_parameter_names") or [None] * len(saved)
+        still = set(own.get("frozen_parameters", ()))
+        trained = [name for order in names if order for name in order if keys.without_compiled(name) not in still]
+        self.engine.resting.wake(trained)  # frozen for the moment
         for optimizer, entry, order in zip(self.optimizers, saved, names, strict=False):
             sharded = self.engine.sharded(optimizer)
             # DeepSpeed leaves frozen parameters out of its groups.
-            part = not self._strict or "imported_from" in checkpoint.get("ds_lightning", {})
+            part = not self._strict or "imported_from" in own
             fresh = state.load_optimizer_state(self.engine, sharded, entry, order, part)
             if fresh:
                 tell(f"{type(optimizer).__name__} begins without a state for {', '.join(fresh)}")
+        self._load_masters(checkpoint["state_dict"], rounded - self.engine.rounded())
+
+    def _keep_schedules(self, checkpoint: Mapping[str, Any]) -> None:
+        """Drop states of DeepSpeed's schedules, which Lightning loads next, where no schedule here understands them."""
+        saved = checkpoint.get("lr_schedulers", [])
+        schedules = (config.scheduler for config in self.lr_scheduler_configs)
+        known = [isinstance(schedule, Schedule) for schedule in schedules]
+        known += [True] * (len(saved) - len(known))  # nothing takes it
+        fitting = [state for state, ours in zip(saved, known, strict=False) if ours or "last_epoch" in state]
+        if len(fitting) < len(saved):
+            tell("the state of DeepSpeed's scheduler is not taken over: schedulers of this run begin anew")
+            assert isinstance(checkpoint, dict)
+            checkpoint["lr_schedulers"] = fitting
+
+    def _load_masters(self, saved: Mapping[str, Any], names: set[str]) -> None:
+        """Load parameters again that had no masters when the weights were loaded, because they were frozen then."""
+        module = self.lightning_module
+        assert module is not None
+        if not names:
+            return
+        aligned = keys.align_compiled(saved, module)
+        if keys.loads_as_usual(module):
+            aligned = {name: value for name, value in aligned.items() if name in names}
+        self._load_weights(aligned, False)
 
     def _rendezvous(self, what: str) -> None:
         if self._failed:

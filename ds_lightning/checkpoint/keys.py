@@ -17,7 +17,12 @@ def strip_compiled(values: dict[str, Any]) -> dict[str, Any]:
     """Names without the marks of compiled sub-modules, so that the file loads anywhere."""
     if not any(COMPILED in key for key in values):
         return values
-    return {key.replace(COMPILED, ""): value for key, value in values.items()}
+    return {without_compiled(key): value for key, value in values.items()}
+
+
+def without_compiled(name: str) -> str:
+    """A name without the marks of compiled sub-modules."""
+    return name.replace(COMPILED, "")
 
 
 def align_compiled(saved: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

@@ -90,7 +90,7 @@ def _from_folder(
 ) -> dict[str, Any]:
     if not is_sharded(folder):
         if is_deepspeed_checkpoint(folder):
-            return _of_deepspeed(folder, log, missed)
+            return _of_deepspeed(folder, log)
         raise CheckpointError(_no_checkpoint(folder))
     from ds_lightning.checkpoint import sharded, stored  # torch.distributed.checkpoint is slow to import
 
@@ -113,17 +113,12 @@ def _of_others(folder: Path, stored: Any, rest: dict[str, Any], log: Callable[[s
     return {**kept, **_weights_alone(weights, folder, log)}
 
 
-def _of_deepspeed(folder: Path, log: Callable[[str], None], missed: Callable[[str], None]) -> dict[str, Any]:
+def _of_deepspeed(folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
     from ds_lightning.checkpoint.deepspeed.convert import DeepSpeedCheckpoint, to_lightning
 
     checkpoint = DeepSpeedCheckpoint(folder)
     found = to_lightning(checkpoint, logical)
     log(f"{folder} was written by DeepSpeed {checkpoint.version} at stage {checkpoint.stage}")
-    # Lightning would load whatever is there into the run's schedulers; only torch's own know what to do with it.
-    schedulers = found["lr_schedulers"]
-    found["lr_schedulers"] = [state for state in schedulers if "last_epoch" in state]
-    if len(found["lr_schedulers"]) < len(schedulers):
-        missed("the state of DeepSpeed's scheduler is not taken over: schedulers of this run begin anew")
     return found
 
 

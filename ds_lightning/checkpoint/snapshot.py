@@ -18,7 +18,7 @@ from ds_lightning.comm.agreement import Agreement
 from ds_lightning.comm.collectives import Collectives
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import CheckpointError
-from ds_lightning.offload.stored import Stored, Values, present
+from ds_lightning.offload.stored import Stored, Values, present, widened
 from ds_lightning.topology import Topology
 from ds_lightning.zero.logical import logical
 
@@ -31,8 +31,9 @@ class Vector:
         what: name for messages.
         numel: elements, padding included.
         owned: this rank's range `[start, stop)`.
-        dtype: of the values.
-        pieces: what this rank has of its range: `(first element, 1-D values)`, in order; zeros elsewhere.
+        dtype: of the values in the checkpoint.
+        pieces: what this rank has of its range: `(first element, 1-D values)`, in order; zeros elsewhere. Frozen
+            parameters may lie here in a narrower dtype, and are widened when they are read.
     """
 
     what: str
@@ -52,14 +53,14 @@ class Vector:
         for first, values in self.pieces:
             lo, hi = max(first, start), min(first + values.numel(), stop)
             if hi > lo:
-                found.append((lo - start, values[lo - first : hi - first]))
+                found.append((lo - start, widened(values[lo - first : hi - first], self.dtype)))
         return found
 
     def chunk(self) -> torch.Tensor:
         """This rank's range as one tensor on CPU, zeros where it has nothing."""
         start, stop = self.owned
         if len(self.pieces) == 1 and self.pieces[0][1].numel() == stop - start:
-            return present(self.pieces[0][1]).cpu()
+            return present(widened(self.pieces[0][1], self.dtype)).cpu()
         own = torch.zeros(stop - start, dtype=self.dtype)
         for first, values in self.pieces:
             own[first - start : first - start + values.numel()].copy_(present(values))

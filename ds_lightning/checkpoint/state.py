@@ -22,7 +22,8 @@ def parameters(engine: ZeroEngine, snapshot: Snapshot) -> dict[str, torch.Tensor
     result: dict[str, torch.Tensor] = {}
     for index in sorted(engine.units):
         buffers = engine.units[index]
-        result.update(_elements("parameters", buffers, buffers.owned_values(), snapshot))
+        own = buffers.owned_values()
+        result.update(_elements("parameters", buffers, own, buffers.unit.saved_dtype, snapshot))
     return result
 
 
@@ -39,12 +40,15 @@ def companions(
     """
     result: dict[str, torch.Tensor] = {}
     for index in sorted(vectors):
-        result.update(_elements(what, engine.units[index], vectors[index], snapshot))
+        own = vectors[index]
+        result.update(_elements(what, engine.units[index], own, own.dtype, snapshot))
     return result
 
 
-def _elements(what: str, buffers: UnitBuffers, own: Values, snapshot: Snapshot) -> dict[str, torch.Tensor]:
-    vector = snapshot.add(_vector(what, buffers, own.dtype, [(buffers.owned[0], own)]))
+def _elements(
+    what: str, buffers: UnitBuffers, own: Values, dtype: torch.dtype, snapshot: Snapshot
+) -> dict[str, torch.Tensor]:
+    vector = snapshot.add(_vector(what, buffers, dtype, [(buffers.owned[0], own)]))
     return {slot.name: snapshot.tensor(vector, slot.start, slot.shape) for slot in buffers.unit.slots}
 
 
@@ -144,6 +148,7 @@ def load_optimizer_state(
         if name in parameters and saved["state"].get(number)
     }
     _check_shapes(sharded, by_name, {name: parameter.shape for name, parameter in parameters.items()})
+    engine.resting.wake(by_name)
     sharded.load_groups(saved["param_groups"])
     for gradients in sharded.units:
         unit_states = {slot.name: by_name[slot.name] for slot in gradients.unit.slots if slot.name in by_name}

@@ -12,7 +12,9 @@ from ds_lightning.config.schema.optimizer import (
     BUILTIN_SCHEDULES,
     COMMUNICATION_BACKENDS,
     COMPRESSED_OPTIMIZERS,
+    ENCODED_OPTIMIZERS,
     TORCH_OPTIMIZERS,
+    WHOLE_TENSOR_OPTIMIZERS,
 )
 from ds_lightning.config.suggest import did_you_mean, listed
 
@@ -78,8 +80,9 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
         text = "clipping is no business of the optimizer; use the top-level key gradient_clipping"
         yield Problem("optimizer.params.max_grad_norm", text)
     if kind is None:
-        if params:
-            yield Problem("optimizer.type", "is missing, but optimizer.params is given; name the optimizer")
+        for name in ("params", "param_groups"):
+            if getattr(config.optimizer, name):
+                yield Problem("optimizer.type", f"is missing, but optimizer.{name} is given; name the optimizer")
         return
     if kind not in _known_optimizers() and not _is_in_torch("torch.optim", kind):
         guess = did_you_mean(kind, _known_optimizers())
@@ -92,8 +95,12 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
             "optimizer.params.amsgrad",
             "is not available; use torch_adam=true, or another optimizer",
         )
-    if kind in ("Lamb", "FusedLamb") and config.fp16.enabled and config.fp16.loss_scale > 0:
-        yield Problem("fp16.loss_scale", f"{kind} in fp16 needs a dynamic loss scale; set it to 0")
+    if kind in WHOLE_TENSOR_OPTIMIZERS and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"{kind} looks at whole tensors, so its states cannot be on nvme, where steps go tile by tile; set it to "
+            "'cpu', or use Adam",
+        )
 
 
 def _compressed(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -120,14 +127,15 @@ def _compressed(config: DeepSpeedConfig, given: Given) -> Problems:
 
 
 def _optimizer_ranges(config: DeepSpeedConfig, given: Given) -> Problems:
-    params = config.optimizer.params
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        value = params.get(name)
-        if isinstance(value, float) and value < 0:
-            yield Problem(f"optimizer.params.{name}", f"must be at least 0, got {value:g}")
-    betas = params.get("betas")
-    if isinstance(betas, list) and not (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)):
-        yield Problem("optimizer.params.betas", f"expected two numbers in [0, 1), got {betas}")
+    groups = ((f"param_groups.{g.get('name') or k}", g) for k, g in enumerate(config.optimizer.param_groups))
+    for path, params in (("params", config.optimizer.params), *groups):
+        for name in ("lr", "eps", "weight_decay", "momentum", "max_ndim"):
+            value = params.get(name)
+            if isinstance(value, float | int) and value < 0:
+                yield Problem(f"optimizer.{path}.{name}", f"must be at least 0, got {value:g}")
+        betas = params.get("betas")
+        if isinstance(betas, list) and not (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)):
+            yield Problem(f"optimizer.{path}.betas", f"expected two numbers in [0, 1), got {betas}")
 
 
 def _scheduler(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -181,6 +189,15 @@ def _nvme(config: DeepSpeedConfig, given: Given) -> Problems:
             )
 
 
+def _encoded_states(config: DeepSpeedConfig, given: Given) -> Problems:
+    kind = config.optimizer.type
+    if kind in ENCODED_OPTIMIZERS and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"nvme does not hold the encoded states of {kind}; use cpu (they are small), or {kind[:-4]}",
+        )
+
+
 def _elasticity(config: DeepSpeedConfig, given: Given) -> Problems:
     block = config.elasticity
     if not block.enabled:
@@ -220,6 +237,16 @@ def _offload_stage(config: DeepSpeedConfig, stage: int) -> Problems:
         yield Problem(f"{here}.device", f"{optimizer.device} needs stage 1, 2 or 3: nothing is sharded at stage 0")
     if optimizer.super_offload and stage < 3:
         yield Problem(f"{here}.super_offload", f"needs stage 3, the stage is {stage}")
+
+
+def _accumulation_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    wanted = config.data_types.grad_accum_dtype
+    if wanted not in (None, "fp32") and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "data_types.grad_accum_dtype",
+            f"{wanted} does not go with zero_optimization.offload_optimizer.device=nvme, where gradients are kept like "
+            "master values; leave it out",
+        )
 
 
 def _compressed_stage(config: DeepSpeedConfig, stage: int) -> Problems:
@@ -285,11 +312,13 @@ _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
     _scheduler,
     _activation,
     _nvme,
+    _encoded_states,
     _elasticity,
     _removed,
 )
 _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _offload_stage,
+    _accumulation_stage,
     _compressed_stage,
     _quantized_stage,
     _masters_stage,

@@ -7,6 +7,7 @@ are therefore the same at every stage, bit for bit.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,7 @@ class Unit:
         numel: elements of the flat buffer, padded to a multiple of the world size.
         resident: kept whole at stage 3 (`stage3_param_persistence_threshold`).
         trainable: has gradients and optimizer states.
+        given_dtype: dtype in which the user gave the parameters; that of the masters is narrower where they are frozen.
     """
 
     index: int
@@ -75,6 +77,12 @@ class Unit:
     master_dtype: torch.dtype
     resident: bool
     trainable: bool
+    given_dtype: torch.dtype
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Dtype of the values in checkpoints, and in the module once it is plain again."""
+        return torch.promote_types(self.given_dtype, self.master_dtype)
 
     @property
     def chunk(self) -> int:
@@ -116,6 +124,33 @@ class Unit:
             else:
                 pieces.append(Piece(slot.group, lo, hi, (index,)))
         return pieces
+
+    def block_borders(self, start: int, stop: int, size: int) -> list[int]:
+        """Where the range `[start, stop)` is cut into segments for states that are encoded in blocks, from 0.
+
+        A block never reaches into another slot or another rank's part, and within a slot blocks begin at multiples of
+        `size` wherever these parts lie: the blocks of a range are the same at every stage, and few of them change with
+        the world size. A segment is what one row of blocks of `size` elements covers, the last one cut short.
+        """
+        borders = {start, stop}
+        first = bisect_right(self.slots, start, key=lambda slot: slot.start) - 1
+        for slot in self.slots[max(first, 0) :]:
+            if slot.start >= stop:
+                break
+            borders.add(max(slot.start, start))
+            lo, hi = max(slot.start, start), min(slot.end, stop)
+            for cut in (lo, *range(-(-(lo + 1) // self.chunk) * self.chunk, hi, self.chunk)):
+                borders.add(cut)
+                next_block = slot.start - (slot.start - cut) // size * size
+                if next_block < hi:
+                    borders.add(next_block)
+        return sorted(border - start for border in borders)
+
+    def block_cut(self, start: int, stop: int, size: int) -> int:
+        """The last place in `(start, stop]` at which a block of some slot begins, else the first one behind `stop`."""
+        slot = self.slots[max(bisect_right(self.slots, stop, key=lambda slot: slot.start) - 1, 0)]
+        cut = slot.start + max(stop - slot.start, 0) // size * size
+        return cut if cut > start else min(cut + size, slot.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +204,8 @@ def build_layout(
             spec.numel <= options.param_persistence_threshold
             and resident_numel + spec.numel <= options.model_persistence_threshold
         )
-        kind = (resident, spec.trainable and spec.active, spec.trainable, spec.dtype, spec.master_dtype)
+        dtypes = (spec.dtype, spec.master_dtype, spec.given_dtype or spec.master_dtype)
+        kind = (resident, spec.trainable and spec.active, spec.trainable, dtypes)
         if resident:
             resident_numel += spec.numel
             part, numel = fill.get(kind, (0, 0))
@@ -182,7 +218,7 @@ def build_layout(
         buckets.setdefault(key, []).append(spec)
 
     def order(item: tuple[tuple[object, ...], list[ParamSpec]]) -> tuple[bool, bool]:
-        resident, scope = bool(item[0][0]), item[0][5]
+        resident, scope = bool(item[0][0]), item[0][4]
         return resident, not resident and scope == ROOT  # blocks, then the root, then the small ones
 
     ordered = sorted(buckets.items(), key=order)
@@ -217,6 +253,7 @@ def _lay(index: int, specs: list[ParamSpec], world_size: int, resident: bool, op
         master_dtype=head.master_dtype,
         resident=resident,
         trainable=head.trainable,
+        given_dtype=head.given_dtype or head.master_dtype,
     )
 
 

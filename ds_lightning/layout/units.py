@@ -30,6 +30,7 @@ class ParamSpec:
         group: index into the parameter groups of all optimizers laid end to end; -1 when no optimizer has it.
         scope: name of the module with which it is gathered, `ROOT` for the rest.
         active: whether it required a gradient when the layout was made; those that do not are kept apart.
+        given_dtype: dtype in which the user gave it; None where that is `master_dtype`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ParamSpec:
     group: int
     scope: str
     active: bool = True
+    given_dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:

@@ -8,7 +8,7 @@ import torch
 
 
 class Stored:
-    """A range of a flat vector on disk; indexing with a slice gives a part of it, `read` the values.
+    """A range of a flat vector on disk, or to be computed; indexing with a slice gives a part of it, `read` the values.
 
     Args:
         dtype: of the values.
@@ -48,3 +48,10 @@ Values = torch.Tensor | Stored
 def present(values: Values) -> torch.Tensor:
     """The values themselves."""
     return values.read() if isinstance(values, Stored) else values.detach()
+
+
+def widened(values: Values, dtype: torch.dtype) -> Values:
+    """The same in another dtype, which no memory is taken for until someone reads them."""
+    if values.dtype == dtype:
+        return values
+    return Stored(dtype, values.numel(), lambda start, stop: present(values[start:stop]).cpu().to(dtype))

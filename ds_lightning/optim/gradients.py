@@ -40,7 +40,7 @@ class ReducedGradients:
     def norms(self, norm_type: float) -> list[torch.Tensor]:
         """The norm of each part, 0-dim, in order."""
         views = self.in_memory
-        known = iter(torch._foreach_norm(views, norm_type) if views else ())
+        known = iter(_norms(views, norm_type))
         return [
             next(known) if isinstance(part, torch.Tensor) else part.gradient.norm(part.place, norm_type)
             for part in self._parts
@@ -66,7 +66,7 @@ class ReducedGradients:
     def unscale_(self, inverse_scale: float) -> bool:
         """Multiply all elements by `inverse_scale`; whether some were inf or NaN."""
         found = False
-        for device, members in _by_device(self.in_memory).items():
+        for (device, _), members in _by_kind(self.in_memory).items():
             flag = torch.zeros(1, device=device)
             factor = torch.full((1,), inverse_scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(members, flag, factor)
@@ -77,8 +77,17 @@ class ReducedGradients:
         return found
 
 
-def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    groups: dict[torch.device, list[torch.Tensor]] = {}
+def _norms(views: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """In fp32 at least: a norm of 16-bit elements has more digits than they have."""
+    found: dict[int, torch.Tensor] = {}
+    for (_, dtype), members in _by_kind(views).items():
+        wide = torch.float32 if dtype.itemsize == 2 else None
+        found.update(zip(map(id, members), torch._foreach_norm(members, norm_type, dtype=wide), strict=True))
+    return [found[id(view)] for view in views]
+
+
+def _by_kind(tensors: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups

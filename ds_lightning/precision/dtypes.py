@@ -14,23 +14,37 @@ class DtypePolicy:
 
     Attributes:
         compute: 16-bit dtype of parameters while they compute; None leaves each as it is.
+        frozen_masters: keep what the user gave in fp32 of frozen matrices too.
 
     With `compute`, matrices compute and travel in 16 bit and have fp32 masters. Vectors and scalars (norms, biases,
     gates) stay in fp32 altogether: autocast and every norm layer take them so, their memory does not matter, and
     batch norm refuses 16-bit weights beside fp32 statistics. Recurrent layers stay in fp32 too, because their kernels
-    want one dtype. Frozen matrices have masters as well: what the user gave in fp32 is saved, and unfrozen later, in
-    fp32. Who wants them in 16 bit throughout gives them in 16 bit.
+    want one dtype.
+
+    A frozen matrix has no master: nothing is ever added to it that 16 bits could not hold, and it computes with the
+    same values whether there is one or not. What the user gave in fp32 is rounded once, to nearest. `frozen_masters`
+    keeps it, at 4 bytes per element, which are sharded from stage 1 on.
     """
 
     compute: torch.dtype | None = None
+    frozen_masters: bool = False
 
-    def of(self, owner: nn.Module, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
-        """`(compute, master)` dtypes of a parameter that `owner` registers."""
+    def of(
+        self, owner: nn.Module, given: torch.dtype, ndim: int, frozen: bool = False
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """`(compute, master)` dtypes of a parameter.
+
+        Args:
+            owner: the module that registers it.
+            given: its dtype as the user made it.
+            ndim: its dimensions.
+            frozen: nothing trains it.
+        """
         if (
             self.compute is None
-            or parameter.dtype is not torch.float32
-            or parameter.ndim < 2
+            or given is not torch.float32
+            or ndim < 2
             or isinstance(owner, nn.RNNBase | nn.RNNCellBase)
         ):
-            return parameter.dtype, parameter.dtype
-        return self.compute, parameter.dtype
+            return given, given
+        return self.compute, self.compute if frozen and not self.frozen_masters else given

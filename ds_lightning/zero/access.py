@@ -120,7 +120,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     elif gradients.whole:
         full = gradients.read(0, unit.numel)
     else:
-        full = engine.values.spread(unit.index, gradients.read(*gradients.buffers.owned), unit.master_dtype)
+        full = engine.values.spread(unit.index, gradients.read(*gradients.buffers.owned), gradients.kept)
     value = full[slot.start : slot.stop].view(slot.shape).clone()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 

@@ -16,11 +16,13 @@ from ds_lightning.errors import ConfigError, ReleasedParameterError
 from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
 from ds_lightning.offload.homes import Homes, UnitHome
-from ds_lightning.optim.apart import StepsApart, prepare
+from ds_lightning.offload.policy import Home
+from ds_lightning.optim.apart import StepsApart, copy_out, prepare
 from ds_lightning.optim.blockwise import BlockwiseOptimizer, check_blockwise
 from ds_lightning.optim.clip import GradientNorms
-from ds_lightning.optim.elementwise import check_supported, element_states
+from ds_lightning.optim.elementwise import check_supported, element_states, takes_parts
 from ds_lightning.optim.onebit import OneBitOptimizer
+from ds_lightning.optim.run_parts import PartsOfSteps
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
@@ -33,6 +35,7 @@ from ds_lightning.zero.passes import Passes
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.reduce import GradientReducer
 from ds_lightning.zero.residency import ResidencyManager
+from ds_lightning.zero.resting import RestingParameters
 from ds_lightning.zero.state_dicts import StateDicts
 from ds_lightning.zero.table import ParameterTable
 from ds_lightning.zero.values import FullValues
@@ -49,6 +52,7 @@ class ZeroEngine:
         plan: the stage.
         options: from the configuration.
         read: gives the full value of a parameter, for modules that were built sharded.
+        tell: tells the user something.
 
     Attributes:
         table: names and places of parameters.
@@ -56,6 +60,7 @@ class ZeroEngine:
         values: full values, and changes to them.
         state_dicts: loading and saving.
         norms: gradient norms.
+        resting: frozen parameters in groups.
         steps: optimizer steps that were made, of all optimizers; skipped ones do not count.
         companions: what has a value for each element and follows when units are laid out anew.
 
@@ -71,6 +76,7 @@ class ZeroEngine:
         plan: StagePlan,
         options: EngineOptions | None = None,
         read: Callable[[nn.Parameter], torch.Tensor] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.module = module
         self.topology = topology
@@ -79,6 +85,7 @@ class ZeroEngine:
         self.dissolved = False
         self.steps = 0
         self._state_dicts_hooked = False
+        self._tell = tell
         self.companions: list[Companion] = []
         named = named_parameters(module)
         check_parameters(named)
@@ -96,6 +103,7 @@ class ZeroEngine:
         offload = self.options.offload
         self.pool = ScratchPool(topology.device, lean=offload is not None and offload.uses_disk)
         self.hooks = HookSet()
+        self.resting = RestingParameters(self.table, self.hooks, self._relayout)
         self.homes = self._make_homes()
         self.norms = GradientNorms(self.agreement)
         self.units: dict[int, UnitBuffers] = {}
@@ -114,6 +122,7 @@ class ZeroEngine:
         self._publishing: list[Pending] = []
         self._copied = False  # whether the step under way puts new values where parameters are
         self._steps_within = 0
+        self._parts = PartsOfSteps(topology, self.agreement, self.ledger)
         buffer_sync = BufferSync(module, self.collectives)
         self.passes = Passes(
             self.units,
@@ -136,10 +145,11 @@ class ZeroEngine:
             plan,
         )
         self.state_dicts = StateDicts(self.units, self.table, self.values, self.residency, self.agreement)
-        self._add_units(build_layout(self._specs(named), topology.world_size, self.options.layout), read or _value)
+        specs = self._specs(named, self.resting.groups(self.optimizers))
+        self._add_units(build_layout(specs, topology.world_size, self.options.layout), read or _value)
         buffer_sync.run()
         self._hook_everything()
-        self._signature = self._group_signature()
+        self._take_stock()
 
     @property
     def scopes(self) -> Mapping[str, nn.Module]:
@@ -151,47 +161,41 @@ class ZeroEngine:
     def _wrap(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[ShardedOptimizer]:
         check_optimizers(list(optimizers), self.table)
         check_blockwise(optimizers, self.plan.stage, self.options.offload)
+        offload = self.options.offload
+        on_disk = offload is not None and offload.optimizer is Home.DISK and self.plan.shard_optimizer
         return [
             BlockwiseOptimizer(optimizer, place * GROUPS, self.collectives)
             if isinstance(optimizer, OneBitOptimizer)
             else ShardedOptimizer(
                 optimizer,
                 place * GROUPS,
-                check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer),
+                check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer, on_disk),
                 self.options.tile,
+                takes_parts(optimizer),
             )
             for place, optimizer in enumerate(optimizers)
         ]
 
-    def _groups(self) -> dict[int, int]:
-        """Parameter group by `id` of the parameter."""
-        return {
-            id(parameter): sharded.first_group + place
-            for sharded in self.optimizers
-            for place, parameters in enumerate(sharded.user_params())
-            for parameter in parameters
-        }
-
-    def _specs(self, named: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> list[ParamSpec]:
-        groups = self._groups()
+    def _specs(
+        self, named: Sequence[tuple[tuple[str, ...], nn.Parameter]], groups: Mapping[int, int]
+    ) -> list[ParamSpec]:
+        policy = self.options.dtypes
         scopes = list(self._scopes)
         specs = []
         for names, parameter in named:
             group = groups.get(id(parameter), -1)
             if group >= 0 and not parameter.is_floating_point():
                 raise ConfigError(f"{names[0]} ({parameter.dtype}) is in an optimizer, but has no gradient.")
+            frozen = group < 0 and not parameter.requires_grad
             current = self.table.place_of(names[0])
-            if current is None:
-                dtype, master = self.options.dtypes.of(self._owners[names[0]], parameter)
-            else:  # laid out before: it computes as it did
-                dtype, master = current[0].dtype, current[0].master_dtype
-                if group >= 0 and master != torch.float32 and self.options.dtypes.compute is not None:
-                    master = torch.float32
+            given = parameter.dtype if current is None else current[0].given_dtype
+            dtype, master = policy.of(self._owners[names[0]], given, parameter.ndim, frozen)
+            if current is not None and group >= 0 and master.itemsize < 4 and policy.compute is not None:
+                master = torch.float32  # given in 16 bit and unfrozen
             scope = scope_of(names, scopes)
+            active = parameter.requires_grad
             specs.append(
-                ParamSpec(
-                    names[0], tuple(names[1:]), parameter.shape, dtype, master, group, scope, parameter.requires_grad
-                )
+                ParamSpec(names[0], tuple(names[1:]), parameter.shape, dtype, master, group, scope, active, given)
             )
         return specs
 
@@ -237,6 +241,7 @@ class ZeroEngine:
                 self.hooks.gradients(gradients, self.passes)
                 for sharded in self.optimizers:
                     sharded.adopt(gradients)
+        self._tell_of_rounding(layout)
         self.passes.follow(self._scopes)
         for sharded in self.optimizers:
             groups = sharded.groups
@@ -245,6 +250,25 @@ class ZeroEngine:
                 for gradients in self.reducer.units.values()
                 if any(slot.group in groups for slot in gradients.unit.slots)
             )
+
+    def rounded(self) -> set[str]:
+        """Parameters that were given in fp32 and are frozen, so that only their 16-bit values are kept."""
+        narrow = (b.unit for b in self.units.values() if b.unit.saved_dtype != b.unit.master_dtype)
+        return {slot.name for unit in narrow for slot in unit.slots}
+
+    def _tell_of_rounding(self, layout: Layout) -> None:
+        """Once: what was given in fp32 is kept in 16 bit."""
+        narrow = [unit for unit in layout.units if unit.saved_dtype != unit.master_dtype]
+        if self._tell is None or not narrow:
+            return
+        slots = [slot for unit in narrow for slot in unit.slots]
+        dtype = str(narrow[0].dtype).removeprefix("torch.")
+        self._tell(
+            f"{len(slots)} frozen parameters ({sum(slot.numel for slot in slots):,} elements: {slots[0].name} ...) are "
+            f"kept in {dtype} alone, in which they compute: their fp32 values are rounded, also in checkpoints. "
+            "ZeroStrategy(frozen_masters=True) keeps these."
+        )
+        self._tell = None
 
     def _hook_everything(self) -> None:
         self.hooks.moves(self.module, self)
@@ -274,7 +298,12 @@ class ZeroEngine:
             after_step=lambda: self._after_step(sharded),
             after_zero_grad=lambda: self._after_zero_grad(sharded),
             states=OptimizerStates(
-                sharded, self.table, self.values, self.agreement, partial(self.settle, everything=True)
+                sharded,
+                self.table,
+                self.values,
+                self.agreement,
+                self.resting.wake_stateful,
+                partial(self.settle, everything=True),
             ),
         )
 
@@ -301,7 +330,7 @@ class ZeroEngine:
         publishing, self._publishing = self._publishing, []
         for work in publishing:
             work.wait()
-        if self._signature != self._group_signature():
+        if self._signature != self._group_signature() or self.resting.unfrozen:
             if self.values.showing:
                 raise ConfigError("Parameters joined or left a group while the module shows other values (averages).")
             self._relayout()
@@ -309,7 +338,7 @@ class ZeroEngine:
     def _relayout(self, everything: bool = False) -> None:
         """Lay out anew the units of which some parameter has come to, or left, a group. Collective."""
         self.settle(everything=True)
-        groups = self._groups()
+        groups = self.resting.groups(self.optimizers, anew=everything)
         affected = {
             index
             for index, buffers in self.units.items()
@@ -320,7 +349,8 @@ class ZeroEngine:
             )
         }
         names = [slot.name for index in sorted(affected) for slot in self.units[index].unit.slots]
-        specs = self._specs([((name, *self.table.aliases(name)), self.table.parameter(name)) for name in names])
+        named = [((name, *self.table.aliases(name)), self.table.parameter(name)) for name in names]
+        specs = self._specs(named, groups)
         states = {} if everything else self._optimizer_states(affected)
         values: dict[int, torch.Tensor] = {}
         self.residency.release_all()
@@ -341,7 +371,12 @@ class ZeroEngine:
                 found = {s.name: states[s.name] for s in unit.slots if s.name in states}
                 if found and unit.trainable:
                     sharded.load_unit(self.reducer.units[unit.index], found)
+        self._take_stock()
+
+    def _take_stock(self) -> None:
+        """Note which parameters are in groups now."""
         self._signature = self._group_signature()
+        self.resting.take_stock(self.optimizers)
 
     def _optimizer_states(self, units: set[int]) -> dict[str, dict[str, Any]]:
         """Full optimizer states of all parameters of these units. Collective."""
@@ -357,6 +392,7 @@ class ZeroEngine:
         for parameter in buffers.parameters:
             parameter.__class__ = nn.Parameter
         self.hooks.remove_gradients(index)
+        self._parts.forget()
         if index in self.reducer.units:
             for sharded in self.optimizers:
                 sharded.drop(self.reducer.units[index])
@@ -424,18 +460,20 @@ class ZeroEngine:
             self._apart.step(sharded, apart, self._publishing)
         if isinstance(sharded, BlockwiseOptimizer):
             sharded.prepare_step()
-        self._copied = prepare(sharded, sharded.near)
+        self._copied = prepare(sharded, sharded.near, parts=self._parts.of(sharded))
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
         if self._steps_within:
             self._steps_within -= 1
             return
+        if sharded.in_parts and not self._copied:
+            copy_out(sharded.near)
         sharded.swap_out()
         self.steps += 1
         touched = sharded.touched_units()
         publishing, self._publishing = self._publishing, []
         for index in touched:
-            if not self._steps_apart(index):
+            if sharded.in_parts or not self._steps_apart(index):
                 publishing += self.residency.publish(index, self._copied)
         for work in publishing:
             work.wait()
@@ -522,8 +560,8 @@ class ZeroEngine:
         self.values.hide()
         self.residency.release_all()
         for index in list(self.units):
-            full = self.values.full_values(index).clone()
             buffers = self.units[index]
+            full = self.values.full_values(index).to(buffers.unit.saved_dtype, copy=True)
             self._remove_unit(index)
             buffers.dissolve(full)
         self.hooks.remove()

@@ -14,8 +14,10 @@ class UnitGradients:
     """The gradients of one unit on this rank, from the hooks of its parameters to its reduced shard.
 
     Attributes:
-        grad: reduced gradient in the master's dtype, `[chunk]`, or `[unit.numel]` at stage 0; None before the first,
-            and where gradients live on disk.
+        dtype: in which gradients travel.
+        kept: dtype in which they add up, over ranks and micro-batches, and wait for the step.
+        grad: reduced gradient, `[chunk]`, or `[unit.numel]` at stage 0; None before the first, and where gradients
+            live on disk.
         on_disk: the reduced gradient, where it lives on disk.
         valid: whether `grad` holds anything since it was last zeroed.
         present: per slot, whether any rank had a gradient since it was last zeroed.
@@ -23,27 +25,37 @@ class UnitGradients:
         keeps_local: whether it is this rank's own, of the whole unit, and not an average.
     """
 
-    def __init__(self, buffers: UnitBuffers, plan: StagePlan, dtype: torch.dtype | None, shows: bool = True) -> None:
+    def __init__(
+        self,
+        buffers: UnitBuffers,
+        plan: StagePlan,
+        dtype: torch.dtype | None = None,
+        kept: torch.dtype | None = None,
+        shows: bool = True,
+    ) -> None:
         unit = buffers.unit
         self.buffers = buffers
         self.home = buffers.home
         self.unit = unit
         self.parameters = buffers.parameters
         self.dtype = dtype or unit.dtype
+        self.kept = kept or unit.master_dtype
         self._sharded = plan.shard_optimizer
         self.whole = not self._sharded
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
-        self.exposes = shows and self.whole and unit.dtype == unit.master_dtype
+        self.exposes = shows and self.whole and unit.dtype == unit.master_dtype == self.kept
         self.all_pieces = unit.pieces(0, unit.numel)
         self.owned_pieces = unit.pieces(*buffers.owned)
         self.grad: torch.Tensor | None = None
         self._landing: torch.Tensor | None = None  # between `open` and `close`
         self.on_disk = self.home.gradient(self.owned_pieces) if self.home is not None else None
+        if self.on_disk is not None:
+            self.kept = self.on_disk.dtype
         self.valid = False
         self.present = [False] * len(unit.slots)
         self.arrived = bytearray(len(unit.slots))  # in this backward
         self.keeps_local = False  # see `keep`
-        self.local: torch.Tensor | None = None  # fp32 sum of the micro-batches of a window that is not communicated
+        self.local: torch.Tensor | None = None  # sum of the micro-batches of a window that is not communicated
         self.ready = 0
         self.expected = 0
         self.complete = False
@@ -117,11 +129,11 @@ class UnitGradients:
         self._drop()
 
     def fold(self) -> None:
-        """Add 16-bit gradients of a micro-batch that is not communicated to their fp32 sum."""
-        if self.unit.dtype == self.unit.master_dtype or not self.pending():
+        """Add gradients of a micro-batch that is not communicated to their sum, where that has another dtype."""
+        if self.unit.dtype == self.kept or not self.pending():
             return
         if self.local is None:
-            self.local = torch.zeros(self.unit.numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
+            self.local = torch.zeros(self.unit.numel, dtype=self.kept, device=self.buffers.full.device)
         views = self._views(self.local)
         targets, sources = [], []
         for index, place in self._slots:
@@ -203,10 +215,10 @@ class UnitGradients:
         if self.grad is None:
             numel = self.unit.numel if self.whole else self.unit.chunk
             if self.home is not None:
-                self.grad = self.home.tensor(numel, self.unit.master_dtype)
+                self.grad = self.home.tensor(numel, self.kept)
             else:
                 with torch.inference_mode(False):
-                    self.grad = torch.empty(numel, dtype=self.unit.master_dtype, device=self.buffers.full.device)
+                    self.grad = torch.empty(numel, dtype=self.kept, device=self.buffers.full.device)
         return self.grad
 
     def read(self, start: int, stop: int) -> torch.Tensor:

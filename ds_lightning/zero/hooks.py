@@ -112,6 +112,7 @@ class HookSet:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._by_unit: dict[int, list[RemovableHandle]] = {}
+        self._resting: list[RemovableHandle] = []
         self._optimizers: list[tuple[torch.optim.Optimizer, list[RemovableHandle]]] = []
         self._moved: nn.Module | None = None
 
@@ -171,11 +172,17 @@ class HookSet:
         for parameter in gradients.parameters:
             if not parameter.is_floating_point():
                 continue
-            # A frozen parameter in an optimizer may be unfrozen at any time; torch takes hooks of others only.
-            wanted = parameter.requires_grad
-            parameter.requires_grad_(True)
-            handles.append(parameter.register_post_accumulate_grad_hook(arrived))
-            parameter.requires_grad_(wanted)
+            handles.append(_on_gradient(parameter, arrived))
+
+    def resting(self, arrived: Iterable[tuple[nn.Parameter, Callable[[torch.Tensor], None]]]) -> None:
+        """Hook gradients of frozen parameters that are in no unit with gradients, instead of those hooked before.
+
+        Args:
+            arrived: by parameter, what is called when it has got one.
+        """
+        for handle in self._resting:
+            handle.remove()
+        self._resting = [_on_gradient(p, call) for p, call in arrived if p.is_floating_point()]
 
     def optimizer(
         self,
@@ -227,9 +234,19 @@ class HookSet:
             self._moved = None
         for index in list(self._by_unit):
             self.remove_gradients(index)
-        for handle in self._handles:
+        for handle in (*self._resting, *self._handles):
             handle.remove()
+        self._resting = []
         self._handles = []
+
+
+def _on_gradient(parameter: nn.Parameter, arrived: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Hook a parameter's gradient. It may be frozen and unfrozen at any time; torch takes hooks of others only."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)
+    parameter.requires_grad_(wanted)
+    return handle
 
 
 def tensors_in(value: Any, depth: int = 0) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ class OptimizerStates:
         table: names of parameters.
         values: whole states.
         agreement: every rank must call `state_dict`.
+        wake: gives parameters a place whose states have been loaded although they are frozen.
         settle: makes equal what differs between ranks. Collective.
     """
 
@@ -32,6 +33,7 @@ class OptimizerStates:
         table: ParameterTable,
         values: FullValues,
         agreement: Agreement,
+        wake: Callable[[torch.optim.Optimizer], None],
         settle: Callable[[], None],
     ) -> None:
         self._settle = settle
@@ -39,6 +41,7 @@ class OptimizerStates:
         self._table = table
         self._values = values
         self._agreement = agreement
+        self._wake = wake
         self._shards: Any = None
 
     def before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,3 +74,4 @@ class OptimizerStates:
         """Keep what this rank owns. All ranks load the same."""
         for gradients in self._sharded.units:
             self._sharded.take_user_state(gradients)
+        self._wake(optimizer)

@@ -14,7 +14,7 @@ from ds_lightning.offload.policy import Home, OffloadPolicy
 from ds_lightning.precision.dtypes import DtypePolicy
 from ds_lightning.zero.reduce import ReduceOptions
 
-_COMM_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class EngineOptions:
             """A limit that the user set; the reference's defaults are made for models of billions of parameters."""
             return int(getattr(zero, key)) if f"zero_optimization.{key}" in given else None
 
-        dtype = resolved.communication_data_type
+        dtype, accumulate = resolved.communication_data_type, resolved.data_types.grad_accum_dtype
         return cls(
             layout=LayoutOptions(
                 param_persistence_threshold=int(zero.stage3_param_persistence_threshold),
@@ -80,7 +80,7 @@ class EngineOptions:
                 tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
             ),
             reduce=ReduceOptions(
-                dtype=_COMM_DTYPES[dtype] if dtype else None,
+                dtype=_DTYPES[dtype] if dtype else None,
                 piece=max(1, int(zero.reduce_bucket_size)),
                 # At stages below 3 the reference's default is no overlap, which has no advantage here.
                 overlap=bool(zero.overlap_comm) or "zero_optimization.overlap_comm" not in given,
@@ -90,6 +90,7 @@ class EngineOptions:
                     bool(resolved.prescale_gradients),
                     float(resolved.gradient_predivide_factor),
                 ),
+                accumulate=_DTYPES[accumulate] if accumulate else None,
             ),
             dtypes=dtypes or DtypePolicy(),
             allgather_piece=max(1, int(zero.allgather_bucket_size)),

@@ -46,6 +46,7 @@ class ReduceOptions:
         overlap: `overlap_comm`; without it every reduction is waited for at once.
         ignore_unused: `ignore_unused_parameters`.
         averaging: how the gradients of ranks become one.
+        accumulate: `data_types.grad_accum_dtype`, in which gradients add up; None is the dtype of the master values.
     """
 
     dtype: torch.dtype | None = None
@@ -53,6 +54,7 @@ class ReduceOptions:
     overlap: bool = True
     ignore_unused: bool = True
     averaging: Averaging = field(default_factory=Averaging)
+    accumulate: torch.dtype | None = None
 
 
 class GradientReducer:
@@ -107,7 +109,8 @@ class GradientReducer:
         index = buffers.unit.index
         # A sum would count what `p.grad` shows of earlier backwards once for each rank.
         shows = self._options.averaging.op == "mean"
-        self.units[index] = UnitGradients(buffers, self._plan, self._options.dtype, shows)
+        options = self._options
+        self.units[index] = UnitGradients(buffers, self._plan, options.dtype, options.accumulate, shows)
         # Backward runs roughly against the order of registration, what lies in no block is complete last; the first
         # backward shows the true order.
         self._order = sorted(
@@ -141,6 +144,9 @@ class GradientReducer:
         self._on_complete(index)
         if self._communicates:
             self._advance()
+        else:
+            with torch.no_grad():
+                gradients.fold()
 
     def _advance(self) -> None:
         """Start every reduction whose turn it is."""

@@ -83,7 +83,7 @@ class StateDicts:
                 buffers.full[slot.start : slot.stop].copy_(flat_range(source, 0, slot.numel))
                 torch.autograd.graph.increment_version(parameter)
             start, stop = max(slot.start, buffers.start), min(slot.stop, buffers.stop)
-            if stop > start:
+            if stop > start and not buffers.aliased:  # else these are the values that have just been copied
                 buffers.write_master(start, flat_range(source, start - slot.start, stop - slot.start))
         self._values.forget(index)
         return parameter
@@ -116,7 +116,10 @@ class StateDicts:
             if not self._is_current(unit.index):
                 slot = unit.slots[place]
                 full = self._values.full_values(unit.index)
-                destination[prefix + local] = full[slot.start : slot.stop].view(slot.shape).clone()
+                value = full[slot.start : slot.stop].view(slot.shape)
+                destination[prefix + local] = value.to(unit.saved_dtype, copy=True)
+            elif unit.saved_dtype != unit.dtype and not self._residency.units[unit.index].pins:
+                destination[prefix + local] = destination[prefix + local].to(unit.saved_dtype)
 
     @contextmanager
     def collected(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -76,15 +76,22 @@ def topology(seconds: float = 30) -> Topology:
     return Topology.create(torch.device("cpu"), timedelta(seconds=seconds))
 
 
-def options(threshold: int = 0, precision: str = "fp32", **rest: Any) -> EngineOptions:
-    dtypes = DtypePolicy(torch.bfloat16) if precision == "bf16" else DtypePolicy()
+def options(
+    threshold: int = 0, precision: str = "fp32", frozen_masters: bool = False, **rest: Any
+) -> EngineOptions:
+    dtypes = DtypePolicy(torch.bfloat16 if precision == "bf16" else None, frozen_masters)
     return EngineOptions(layout=LayoutOptions(param_persistence_threshold=threshold), dtypes=dtypes, **rest)
 
 
 def make_engine(
-    module: nn.Module, optimizers: list[torch.optim.Optimizer], stage: int, seconds: float = 30, **rest: Any
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    stage: int,
+    seconds: float = 30,
+    tell: Callable[[str], None] | None = None,
+    **rest: Any,
 ) -> ZeroEngine:
-    engine = ZeroEngine(module, optimizers, topology(seconds), StagePlan.of(stage), options(**rest))
+    engine = ZeroEngine(module, optimizers, topology(seconds), StagePlan.of(stage), options(**rest), tell=tell)
     access.remember(engine)
     return engine
 
@@ -141,16 +148,19 @@ def train(make: Callable[[], nn.Module], kind: str | int, recipe: Recipe = USUAL
 def _train_alone(make: Callable[[], nn.Module], recipe: Recipe) -> Trained:
     """Gradients of every rank's batches one after the other, summed by hand: nothing of ours, nothing of DDP's.
 
-    Under bf16-mixed the matrices of a second copy are rounded to bf16 and compute; their gradients go to fp32 masters.
+    Under bf16-mixed the matrices of a second copy are rounded to bf16 and compute; their gradients go to fp32 masters,
+    which the frozen ones do not have.
     """
     world = dist.get_world_size()
     masters, optimizer = build(make, recipe, 0)
     module = masters
     if recipe.precision == "bf16":
         module = build(make, recipe, 0)[0]
-        for parameter in module.parameters():
+        for parameter, master in zip(module.parameters(), masters.parameters(), strict=True):
             if parameter.ndim >= 2:
                 parameter.data = parameter.data.bfloat16()
+                if not master.requires_grad:  # nothing trains it: there is no other copy
+                    master.data = parameter.data
     parameters, targets = list(module.parameters()), list(masters.parameters())
     result = Trained({}, {})
     for step in range(recipe.steps):

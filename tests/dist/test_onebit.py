@@ -46,7 +46,8 @@ def make(kind, dtype, stage=0, threshold=0, precision="fp32", **options):
         stage,
         threshold=threshold,
         precision=precision,
-        reduce=ReduceOptions(dtype=torch.float32),  # sums of windows would be rounded to travel in 16 bits
+        # Sums of windows would be rounded to travel in 16 bits.
+        reduce=ReduceOptions(dtype=torch.float32 if precision == "bf16" else None),
     )
 
 

@@ -102,6 +102,8 @@ class Model(pl.LightningModule):
             self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
             self.unused = nn.Linear(3, 5)
             self.head = nn.Linear(WIDTH, WORDS)
+        with torch.no_grad():  # numbers of 16 bits, so that no precision rounds what is frozen
+            self.frozen.weight.mul_(128).round_().div_(128)
         self.head.weight = self.embedding.weight
         self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
         self.temperature = nn.Parameter(torch.tensor(1.25))
@@ -183,6 +185,8 @@ def make_optimizer(name: str, groups: Any, lr: float) -> torch.optim.Optimizer:
         "sgd": lambda: torch.optim.SGD(groups, lr=lr, momentum=0.9),
         "plain-sgd": lambda: torch.optim.SGD(groups, lr=lr),
         "odd": lambda: OddState(groups, lr=lr),
+        "lamb": lambda: dsl.optim.Lamb(groups, lr=lr),
+        "muon": lambda: dsl.optim.Muon([{**g, "use_muon": not k} for k, g in enumerate(groups)], lr=lr),
     }
     return made[name]()
 

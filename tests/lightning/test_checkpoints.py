@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from omegaconf import DictConfig, OmegaConf
@@ -29,6 +29,7 @@ from tests.lightning.runs import (
     close,
     full_weights,
     loader,
+    make_optimizer,
     same,
     strategy_of,
     trainer,
@@ -730,19 +731,19 @@ class Finetuned(Model):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def finetune(folder, kind, epochs, source=None, seed=1):
+def finetune(folder, kind, epochs, source=None, seed=1, precision="32-true"):
     model = Finetuned(seed=seed)
-    run = trainer(kind, steps=-1, max_epochs=epochs, limit_train_batches=2, callbacks=[Unfreeze()])
+    run = trainer(kind, precision, steps=-1, max_epochs=epochs, limit_train_batches=2, callbacks=[Unfreeze()])
     # DDP never reduces what was frozen when it wrapped the module, so one device is what to compare with.
     run.fit(model, loader(4 if kind == "single" else 2), ckpt_path=source)
     return run, full_weights(model)
 
 
-def finetune_and_resume(folder, kind):
-    _, expected = finetune(folder, kind, 4)
-    run, _ = finetune(folder, kind, 3)
+def finetune_and_resume(folder, kind, precision="32-true"):
+    _, expected = finetune(folder, kind, 4, precision=precision)
+    run, _ = finetune(folder, kind, 3, precision=precision)
     run.save_checkpoint(f"{folder}/{kind}.ckpt")
-    _, found = finetune(folder, kind, 4, f"{folder}/{kind}.ckpt", seed=2)
+    _, found = finetune(folder, kind, 4, f"{folder}/{kind}.ckpt", seed=2, precision=precision)
     return expected, same(expected, found)
 
 
@@ -753,6 +754,46 @@ def test_a_run_resumes_after_a_finetuning_callback_has_unfrozen_layers(tmp_path)
         for weights, differences in run_ranks(finetune_and_resume, 2, str(tmp_path), stage):
             assert differences == [], stage
             assert close(expected, weights) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_resumed_layers_that_had_been_unfrozen_have_their_fp32_masters_back(tmp_path, stage):
+    for _, differences in run_ranks(finetune_and_resume, 2, str(tmp_path), stage, "bf16-mixed"):
+        assert differences == []
+
+
+class Thaw(Callback):
+    """Blocks are in the optimizer from the beginning, and need gradients from the second epoch on."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.blocks.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.blocks.requires_grad_(trainer.current_epoch >= 1)
+
+
+class InGroups(Model):
+    def configure_optimizers(self):
+        return make_optimizer(self.hparams["optimizer"], list(self.parameters()), 0.01)
+
+
+def thaw_and_resume(folder, stage, optimizer):
+    def train(epochs, source=None, seed=1):
+        model = InGroups(optimizer, seed=seed)
+        run = trainer(stage, "bf16-mixed", steps=-1, max_epochs=epochs, limit_train_batches=2, callbacks=[Thaw()])
+        run.fit(model, loader(), ckpt_path=source)
+        return run, full_weights(model)
+
+    _, expected = train(3)
+    run, _ = train(2)
+    run.save_checkpoint(f"{folder}/thawed.ckpt")
+    return same(expected, train(3, f"{folder}/thawed.ckpt", seed=2)[1])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "plain-sgd"])  # the second has no states that tell who was trained
+@pytest.mark.parametrize("stage", [2, 3])
+def test_layers_that_were_unfrozen_in_their_group_are_resumed_bit_for_bit(tmp_path, stage, optimizer):
+    assert run_ranks(thaw_and_resume, 2, str(tmp_path), stage, optimizer) == [[], []]
 
 
 class Compiled(Model):

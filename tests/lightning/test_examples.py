@@ -72,6 +72,14 @@ def test_pretrained_goes_back_to_transformers(run, tmp_path):
     assert len(list((tmp_path / "tuned").glob("model-*.safetensors"))) > 1
 
 
+def test_adapters_are_a_small_part_of_a_checkpoint(run, tmp_path):
+    said = run("lora.py", "--base-steps=2", "--steps=2", *SMALL_GPT[1:], "--rank=2")
+    assert "2,048 of 43,904 parameters are trained (4.7%)" in said
+    sizes = [(tmp_path / file).stat().st_size for file in ("base.ckpt", "adapters.ckpt")]
+    assert sizes[0] > 5 * sizes[1]
+    assert (tmp_path / "merged.pt").is_file()
+
+
 @pytest.mark.parametrize("strategy", ["dszero2", "ddp_find_unused_parameters_true"])
 def test_manual_gan(run, strategy):
     assert "mean radius" in run("manual_gan.py", f"--strategy={strategy}", "--epochs=1")

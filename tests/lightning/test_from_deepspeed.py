@@ -1,5 +1,6 @@
 """`ckpt_path=` pointed at what DeepSpeed itself wrote: weights, moments, steps and loss scale go on."""
 
+import math
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -8,8 +9,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ds_lightning as dsl
+from ds_lightning.schedules import WarmupLR
 from tests.data.deepspeed.make import Tiny, groups_of, loss_of
-from tests.lightning.runs import AtTrainStart, full_weights, trainer
+from tests.lightning.runs import AtTrainStart, full_weights, listening, trainer
 from tests.pool import run_ranks
 
 FIXTURES = Path(__file__).parents[1] / "data" / "deepspeed"
@@ -94,6 +96,48 @@ CASES = [
 @pytest.mark.parametrize(("name", "stage", "world", "precision"), CASES, ids=str)
 def test_a_run_of_deepspeed_goes_on(name, stage, world, precision):
     check(name, stage, world, precision)
+
+
+class Scheduled(Resumed):
+    """With the schedule of the configuration that DeepSpeed ran with, or one of torch."""
+
+    def __init__(self, of_deepspeed):
+        super().__init__()
+        self.of_deepspeed = of_deepspeed
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        if self.of_deepspeed:
+            schedule = WarmupLR(optimizer, warmup_max_lr=0.01, warmup_num_steps=10)
+        else:
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def resume_schedule(name, of_deepspeed):
+    def look(run, model):
+        schedule = run.lr_scheduler_configs[0].scheduler
+        return schedule.last_epoch, [group["lr"] for group in run.optimizers[0].param_groups], list(vars(schedule))
+
+    start = AtTrainStart(look)
+    run = trainer(2, steps=100, max_epochs=1, limit_train_batches=1, callbacks=[start])
+    with listening() as said:
+        run.fit(Scheduled(of_deepspeed), batches(), ckpt_path=str(FIXTURES / name))
+    schedule = run.lr_scheduler_configs[0].scheduler
+    return start.result, any("begin anew" in line for line in said), schedule.last_epoch, schedule.get_last_lr()
+
+
+def test_a_schedule_of_deepspeed_goes_on_and_one_of_torch_begins_anew():
+    reference = torch.load(FIXTURES / "stage2_fp32" / "reference.pt", weights_only=True)
+    ((last, rates, _), told, after, following) = run_ranks(resume_schedule, 2, "stage2_fp32", True)[0]
+    assert last == reference["global_steps"]
+    assert rates == reference["lr"]
+    assert not told
+    assert after == last + 1
+    assert following == pytest.approx([0.01 * math.log(last + 1) / math.log(10)] * len(rates), rel=1e-15)
+    ((last, _, attributes), told, *_) = run_ranks(resume_schedule, 2, "stage2_fp32", False)[0]
+    assert (last, told) == (0, True)
+    assert "last_batch_iteration" not in attributes
 
 
 class Wrapped(pl.LightningModule):

@@ -25,10 +25,10 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim",),
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
-    ("optim.clip", "optim.apart", "optim.blockwise"),
+    ("optim.clip", "optim.apart", "optim.blockwise", "optim.run_parts"),
     ("zero.passes",),
     ("zero.values",),
-    ("zero.state_dicts", "zero.optimizer_states"),
+    ("zero.state_dicts", "zero.optimizer_states", "zero.resting"),
     ("zero.engine",),
     ("zero.access", "zero.init", "optim.ema"),
     ("activation", "attention", "data", "precision.plugin"),

@@ -36,7 +36,12 @@ class Bf16Config(Block):
     """bfloat16; `enabled` means the same as `precision="bf16-mixed"`."""
 
     enabled: bool = key(False, "Train in bf16.")
-    immediate_grad_update: bool = key(False, "Add each micro-gradient from the parameter hook.")
+    immediate_grad_update: bool = key(
+        False,
+        "Add each micro-gradient from the parameter hook.",
+        status="inert",
+        remark="gradients are added up block by block while backward runs, always",
+    )
     check_grad_overflow: bool = key(False, "Skip a step with inf or NaN. Off here unless set, as in DDP.")
     bf16_master_weights_and_grads: bool = key(False, "Masters and gradients in bf16.")
     bf16_optimizer_states: bool = key(False, "Moments in bf16.")
