@@ -184,14 +184,25 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
-        """Send row p of `sent` to the rank at place p, which finds it in the row of this rank's place.
+        """Row p of `received` becomes what the rank at place p has in the row of this rank's place.
 
         Args:
-            sent: `[team, n]`, not to be touched until it is over.
-            received: of the same shape. The row of this rank's place is of no use.
+            sent: `[team, n]`, contiguous, not to be touched until it is over.
+            received: another tensor of the same shape and dtype.
             what: name for messages.
             tag: distinguishes operations that are in flight together.
         """
+
+    def average(self, values: torch.Tensor, what: str, tag: int) -> None:
+        """Replace `values` (`[world_size * chunk]`) by their mean over ranks, summed in rank order, and wait."""
+        world = self.topology.world_size
+        if world == 1:
+            return
+        pending = self.reduce_scatter(values, what, tag, values.numel(), values.new_empty)
+        own = values.new_empty(values.numel() // world)
+        pending.finish(own, 1.0 / world, False)
+        values.view(world, -1)[self.topology.rank].copy_(own)
+        self.all_gather(values, what, tag, values.numel()).wait()
 
     def broadcast(self, values: torch.Tensor, what: str, source: int = 0) -> None:
         """Make `values` equal to those of rank `source` on all ranks, those outside the team too, and wait."""
@@ -231,9 +242,6 @@ class Collectives(abc.ABC):
 class _Alone(Collectives):
     """One rank: nothing to move."""
 
-    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
-        return Pending([], (), str)
-
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
         return Pending([], (), str)
 
@@ -241,6 +249,10 @@ class _Alone(Collectives):
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
     ) -> PendingReduce:
         return PendingReduce(Pending([], (), str), [full])
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        received.copy_(sent)
+        return Pending([], (), str)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         if full is not None:
@@ -282,6 +294,7 @@ class _PointToPoint(Collectives):
                 works.append(dist.irecv(received[peer], group=group, group_src=rank, tag=tag))
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
+        received[self.team.place].copy_(sent[self.team.place])
         self._sent("all_to_all", sent[0].nbytes)
         return Pending(works, (sent, received), describe)
 
