@@ -1,4 +1,4 @@
-"""LAMB and Muon as they are published, in fp64, one whole tensor at a time: nothing of ours, nothing of torch.optim."""
+"""Optimizers as they are published, in fp64, one whole tensor at a time: nothing of ours, nothing of torch.optim."""
 
 import torch
 
@@ -51,6 +51,33 @@ def adamw(p, g, state, *, lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0):
     state.update(m=m, v=v, t=t)
     u = (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
     return p - lr * (u + weight_decay * p)
+
+
+def adam(p, g, state, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+    """arXiv:1412.6980, with an L2 penalty."""
+    return adamw(p, g + weight_decay * p, state, lr=lr, betas=betas, eps=eps)
+
+
+def lion(p, g, state, *, lr, betas=(0.9, 0.999), weight_decay=0.0):
+    """arXiv:2302.06675, algorithm 2."""
+    m = state.get("m", torch.zeros_like(p))
+    c = betas[0] * m + (1 - betas[0]) * g
+    state["m"] = betas[1] * m + (1 - betas[1]) * g
+    return p - lr * (torch.sign(c) + weight_decay * p)
+
+
+def adagrad(p, g, state, *, lr, eps=1e-10, weight_decay=0.0):
+    """Duchi et al., JMLR 12 (2011)."""
+    g = g + weight_decay * p
+    state["s"] = state.get("s", torch.zeros_like(p)) + g**2
+    return p - lr * g / (state["s"].sqrt() + eps)
+
+
+def sgd(p, g, state, *, lr, momentum=0.0, weight_decay=0.0):
+    """Polyak's momentum, as torch has it."""
+    g = g + weight_decay * p
+    state["b"] = momentum * state["b"] + g if "b" in state else g
+    return p - lr * state["b"]
 
 
 class Reference(torch.optim.Optimizer):

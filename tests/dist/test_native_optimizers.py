@@ -5,7 +5,8 @@ import torch
 
 import ds_lightning as dsl
 from tests.dist import models
-from tests.dist.harness import Recipe, check_against, train
+from tests.dist import reference_optimizers as published
+from tests.dist.harness import STAGES, Recipe, check_against, train
 from tests.pool import run_ranks
 
 SHARDED = (1, 2, 3)
@@ -56,3 +57,34 @@ def check_stages(name, arguments):
 )
 def test_all_stages_train_to_the_same_bits(name, arguments):
     run_ranks(check_stages, 2, name, arguments)
+
+
+PUBLISHED = {
+    "AdamW": (published.adamw, {"lr": 0.003, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}, {}),
+    "Adam": (published.adam, {"lr": 0.003, "eps": 1e-6, "weight_decay": 0.1}, {"adam_w_mode": False}),
+    "Lion": (published.lion, {"lr": 0.001, "betas": (0.9, 0.99), "weight_decay": 0.1}, {}),
+    "Adagrad": (published.adagrad, {"lr": 0.02, "eps": 1e-6, "weight_decay": 0.1}, {}),
+    "SGD": (published.sgd, {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}, {}),
+}
+
+
+def check_published(name, steps):
+    rule, arguments, switches = PUBLISHED[name]
+
+    def reference(groups):
+        return published.Reference([{"params": group["params"], "rule": rule, **arguments} for group in groups])
+
+    wanted = train(models.Everything, "alone", Recipe(optimizer=reference, steps=steps, precision="fp64"))
+    ours = builder(dsl.optim, name, **arguments, **switches)
+    check_against(
+        wanted, models.Everything, Recipe(optimizer=ours, steps=steps, precision="fp64"), STAGES, bound=1e-11
+    )
+
+
+FIFTY = [pytest.param(world, 50, marks=pytest.mark.full) for world in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("world", "steps"), [(2, 6), *FIFTY])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_steps_are_those_of_the_published_equations(name, world, steps):
+    run_ranks(check_published, world, name, steps)
