@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 
+from ds_lightning.config.amp import check_amp
 from ds_lightning.config.problems import Problem
 from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.optimizer import (
@@ -67,8 +68,9 @@ def _loss_scale(config: DeepSpeedConfig, given: Given) -> Problems:
 
 
 def _amp(config: DeepSpeedConfig, given: Given) -> Problems:
-    if config.amp.enabled and config.zero_optimization.stage > 0:
-        yield Problem("amp.enabled", "apex amp works at stage 0 only; use fp16.enabled or bf16.enabled")
+    yield from check_amp(config.amp)
+    if config.amp.enabled and config.torch_autocast.enabled:
+        yield Problem("amp.enabled", "does not go with torch_autocast.enabled; keep one of them")
 
 
 def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:

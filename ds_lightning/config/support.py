@@ -55,8 +55,6 @@ PLANNED = (
     Row("fp16.fp16_master_weights_and_grads", _true, _SWITCH_OFF),
     Row("bf16.bf16_master_weights_and_grads", _true, _SWITCH_OFF),
     Row("bf16.bf16_optimizer_states", _true, _SWITCH_OFF),
-    Row("amp.enabled", _true, "use fp16.enabled or Trainer(precision='16-mixed')"),
-    Row("torch_autocast.enabled", _true, "use bf16.enabled or Trainer(precision='bf16-mixed')"),
     Row("data_types.buffer_dtype", _not(None), "buffers keep their type; leave it out"),
     Row("managed_gradient_accumulation", lambda value: value is False, "use manual optimization"),
     Row("sparse_gradients", _true, _SWITCH_OFF),

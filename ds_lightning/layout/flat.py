@@ -65,6 +65,7 @@ class Unit:
         resident: kept whole at stage 3 (`stage3_param_persistence_threshold`).
         trainable: has gradients and optimizer states.
         given_dtype: dtype in which the user gave the parameters; that of the masters is narrower where they are frozen.
+        travels: dtype in which gradients travel; None where that is `dtype`.
     """
 
     index: int
@@ -77,6 +78,7 @@ class Unit:
     resident: bool
     trainable: bool
     given_dtype: torch.dtype
+    travels: torch.dtype | None = None
 
     @property
     def saved_dtype(self) -> torch.dtype:
@@ -176,7 +178,7 @@ def build_layout(
             spec.numel <= options.param_persistence_threshold
             and resident_numel + spec.numel <= options.model_persistence_threshold
         )
-        dtypes = (spec.dtype, spec.master_dtype, spec.given_dtype or spec.master_dtype)
+        dtypes = (spec.dtype, spec.master_dtype, spec.given_dtype or spec.master_dtype, spec.travels)
         kind = (resident, spec.trainable and spec.active, spec.trainable, dtypes)
         if resident:
             resident_numel += spec.numel
@@ -226,6 +228,7 @@ def _lay(index: int, specs: list[ParamSpec], world_size: int, resident: bool, op
         resident=resident,
         trainable=head.trainable,
         given_dtype=head.given_dtype or head.master_dtype,
+        travels=head.travels,
     )
 
 

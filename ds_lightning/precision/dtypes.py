@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ class DtypePolicy:
     Attributes:
         compute: 16-bit dtype of parameters while they compute; None leaves each as it is.
         frozen_masters: keep what the user gave in fp32 of frozen matrices too.
+        low: 16-bit dtype in which gradients of `safe` modules travel where parameters stay in fp32; None: as they are.
+        safe: classes of these modules.
 
     With `compute`, matrices compute and travel in 16 bit and have fp32 masters. Vectors and scalars (norms, biases,
     gates) stay in fp32 altogether: autocast and every norm layer take them so, their memory does not matter, and
@@ -24,10 +27,15 @@ class DtypePolicy:
     A frozen matrix has no master: nothing is ever added to it that 16 bits could not hold, and it computes with the
     same values whether there is one or not. What the user gave in fp32 is rounded once, to nearest. `frozen_masters`
     keeps it, at 4 bytes per element, which are sharded from stage 1 on.
+
+    With `low`, parameters compute, are gathered and are updated in fp32: autocast casts them, operation by operation,
+    and code that switches it off computes with all of their bits. Gradients are rounded once for their way.
     """
 
     compute: torch.dtype | None = None
     frozen_masters: bool = False
+    low: torch.dtype | None = None
+    safe: tuple[type[nn.Module], ...] = ()
 
     def of(
         self, owner: nn.Module, given: torch.dtype, ndim: int, frozen: bool = False
@@ -48,3 +56,14 @@ class DtypePolicy:
         ):
             return given, given
         return self.compute, self.compute if frozen and not self.frozen_masters else given
+
+    def travels(self, owners: Iterable[nn.Module], given: torch.dtype) -> torch.dtype | None:
+        """In which dtype gradients of a parameter travel; None: in the dtype in which it computes.
+
+        Args:
+            owners: the modules that register it; one that is safe is enough.
+            given: its dtype as the user made it.
+        """
+        if self.low is None or given is not torch.float32:
+            return None
+        return self.low if any(isinstance(owner, self.safe) for owner in owners) else None

@@ -182,10 +182,17 @@ class ZeroEngine:
                 master = torch.float32  # given in 16 bit and unfrozen
             scope = scope_of(names, scopes)
             active = parameter.requires_grad
+            travels = policy.travels(self._holders(names), given) if group >= 0 else None
             specs.append(
-                ParamSpec(names[0], tuple(names[1:]), parameter.shape, dtype, master, group, scope, active, given)
+                ParamSpec(
+                    names[0], tuple(names[1:]), parameter.shape, dtype, master, group, scope, active, given, travels
+                )
             )
         return specs
+
+    def _holders(self, names: Sequence[str]) -> list[nn.Module]:
+        """All modules that register a parameter of these names."""
+        return [self._owners[name] for name in names if name in self._owners]
 
     def _make_homes(self) -> Homes | None:
         policy, plan = self.options.offload, self.plan

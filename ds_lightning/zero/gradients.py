@@ -36,7 +36,7 @@ class UnitGradients:
         self.home = buffers.home
         self.unit = unit
         self.parameters = buffers.parameters
-        self.dtype = dtype or unit.dtype
+        self.dtype = dtype or unit.travels or unit.dtype
         self.kept = kept or unit.master_dtype
         self.whole = not plan.shard_optimizer
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.

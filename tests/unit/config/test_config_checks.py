@@ -22,7 +22,6 @@ def stage(number, **rest):
             {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
             "torch_autocast.enabled",
         ),
-        ({"amp": {"enabled": True}, **stage(1)}, "amp works at stage 0 only"),
         ({"bf16": {"bf16_optimizer_states": True}}, "needs bf16.bf16_master_weights_and_grads"),
         (
             {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}},
@@ -148,8 +147,6 @@ def test_stage_checks_wait_for_the_stage():
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
-        ({"amp": {"enabled": True}}, "amp.enabled"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"sparse_attention": {}}, "sparse_attention"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
@@ -173,10 +170,10 @@ def test_what_is_not_built_yet_loads_but_does_not_resolve(data, key):
 
 
 def test_all_unsupported_features_are_listed_together_with_other_conflicts():
-    parsed = load({"sparse_gradients": True, "amp": {"enabled": True}, "gradient_clipping": 1.0})
+    parsed = load({"sparse_gradients": True, "eigenvalue": {"enabled": True}, "gradient_clipping": 1.0})
     with pytest.raises(ConfigError, match="3 problems") as raised:
         resolve(parsed, Facts(gradient_clip_val=2.0))
-    for key in ("sparse_gradients", "amp.enabled", "gradient_clipping"):
+    for key in ("sparse_gradients", "eigenvalue.enabled", "gradient_clipping"):
         assert f"{key}: " in str(raised.value)
 
 
