@@ -62,8 +62,8 @@ def against_ddp(stages: tuple[int, ...]) -> None:
     for stage in stages:
         exact = common.run(functools.partial(Net, slow), stage, autocast(lower_precision_safe_modules=[]))["weights"]
         assert_same(exact, expected, f"stage {stage}, everything travels in fp32", 1e-6)
-        found = common.run(functools.partial(Net, slow), stage, autocast(), accumulate_grad_batches=1)["weights"]
-        assert 0 < distance(found, exact) < 1e-4, "gradients of Linear are bf16 numbers once, their sums are fp32"
+        found = common.run(functools.partial(Net, slow), stage, autocast())["weights"]
+        assert distance(found, exact) == 0, "gradients that autocast makes are bf16 numbers: nothing is lost"
 
 
 def test_bf16_autocast_is_ddps_bf16_mixed_but_for_what_travels():
@@ -100,15 +100,15 @@ def test_amp_o1_is_torchs_autocast_over_fp32_weights():
 def levels() -> None:
     expected = {
         "O0": (torch.float32, torch.float32, torch.float32, "torch.float32", 1.0),
-        "O1": (torch.float32, torch.float32, torch.float32, "torch.float16", 2.0**16),
-        "O2": (torch.float16, torch.float32, torch.float32, "torch.float16", 2.0**16),
+        "O1": (torch.float32, torch.float32, torch.float32, "torch.float16", 1024.0),
+        "O2": (torch.float16, torch.float32, torch.float32, "torch.float16", 1024.0),
         "O3": (torch.float16, torch.float16, torch.float16, "torch.float16", 1.0),
     }
     close = common.run(Seen, "ddp")["weights"]
     for level, (matrix, batch_norm, master, cast, scale) in expected.items():
         for stage in (0, 2, 3):
             module = Seen()
-            trainer = fit(module, zero(stage, amp(level)))
+            trainer = fit(module, zero(stage, amp(level, max_loss_scale=1024)))
             assert module.embed.weight.dtype == matrix
             assert module.norm.weight.dtype == batch_norm
             units = trainer.strategy.engine.units.values()
