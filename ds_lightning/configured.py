@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
@@ -16,6 +16,7 @@ from ds_lightning.config import Facts, ResolvedConfig, resolve
 from ds_lightning.config.deepspeed import ParsedConfig
 from ds_lightning.errors import ConfigError
 from ds_lightning.optim.from_config import build_optimizer
+from ds_lightning.optim.groups import HOOK, groups_of_module, param_groups
 from ds_lightning.schedules.from_config import build_schedule
 
 
@@ -83,7 +84,7 @@ def _with_optimizer(module: pl.LightningModule, parsed: ParsedConfig, facts: Cal
     if block.type is None:
         return _of_module(module)
     if _overrides_configure_optimizers(module) and module.configure_optimizers() is not None:
-        if not _is_automatic(block.params or {}):
+        if not _is_automatic(block.params or {}) or block.param_groups:
             raise ConfigError(
                 f"Both the configuration (optimizer.type={block.type}) and {type(module).__name__}."
                 "configure_optimizers make an optimizer. Drop one of the two: return None from "
@@ -91,8 +92,22 @@ def _with_optimizer(module: pl.LightningModule, parsed: ParsedConfig, facts: Cal
             )
         return _of_module(module)
     params = resolve(parsed, facts(Made([], []))).optimizer.params or {}
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Made([build_optimizer(block.type, params, parameters)], [])
+    return Made([build_optimizer(block.type, params, *_parameters(module, block.param_groups), module)], [])
+
+
+def _parameters(module: pl.LightningModule, blocks: list[dict[str, Any]]) -> tuple[list[Any], str]:
+    """The parameters of the module or their groups, and where these come from."""
+    by_module = groups_of_module(module)
+    if by_module is not None and blocks:
+        raise ConfigError(
+            f"Both the configuration (optimizer.param_groups) and {type(module).__name__}.{HOOK} make parameter "
+            "groups. Drop one of the two."
+        )
+    if by_module is not None:
+        return by_module, f"{type(module).__name__}.{HOOK}()"
+    if blocks:
+        return param_groups(module, blocks, "optimizer.param_groups"), "optimizer.param_groups"
+    return [parameter for parameter in module.parameters() if parameter.requires_grad], ""
 
 
 def _of_module(module: pl.LightningModule) -> Made:

@@ -45,7 +45,7 @@ from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
 from ds_lightning.zero.init import ShardedConstruction, constructing
 from ds_lightning.zero.meeting import Meeting, metrics_of
-from ds_lightning.zero.options import EngineOptions
+from ds_lightning.zero.options import EngineOptions, grouping, remarks
 from ds_lightning.zero.placement import equalize, move_all_but_parameters
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.skip import hold_on_skip
@@ -235,7 +235,7 @@ class ZeroStrategy(Checkpointing):
             expected = self.num_nodes * self.num_processes
             timeout = self._timeout or default_pg_timeout
             self._topology = (
-                Topology.create(self.root_device, timeout, expected)
+                Topology.create(self.root_device, timeout, expected, grouping(self.config))
                 if _distributed_is_initialized()
                 else Topology.single(self.root_device)
             )
@@ -316,9 +316,13 @@ class ZeroStrategy(Checkpointing):
         read = self._construction.take if self._construction is not None else None
         plugin = self.precision_plugin
         dtypes = plugin.dtypes if isinstance(plugin, ZeroPrecision) else DtypePolicy()
-        options = EngineOptions.from_config(self._resolved, replace(dtypes, frozen_masters=self._frozen_masters))
+        dtypes = replace(dtypes, frozen_masters=self._frozen_masters).with_masters_of(self._resolved)
+        options = EngineOptions.from_config(self._resolved, dtypes)
         self._engine = ZeroEngine(module, self.optimizers, self._topology, plan, options, read, tell)
         access.remember(self._engine)
+        packed = any(buffers.quantized is not None for buffers in self._engine.units.values())
+        for remark in remarks(self._resolved, self._topology, packed):
+            rank_zero_info(f"ds_lightning: {remark}")
         if self._construction is not None:
             self._construction.finish()
             self._construction = None

@@ -1,48 +1,12 @@
-#include <cmath>
-
-#include "choice.h"
-#include "optim.h"
+#include "adam_rule.h"
 
 namespace dsl {
-namespace {
-
-template <bool kCoupledDecay>
-struct Adam {
-  static constexpr int kMoments = 2;
-
-  explicit Adam(const AdamOptions& o)
-      : grad_scale(static_cast<float>(o.grad_scale)),
-        shrink(static_cast<float>(o.decoupled ? 1.0 - o.lr * o.weight_decay : 1.0)),
-        weight_decay(static_cast<float>(o.weight_decay)),
-        average(1.0 - o.beta1),
-        beta2(static_cast<float>(o.beta2)),
-        rest2(static_cast<float>(1.0 - o.beta2)),
-        step_size(static_cast<float>(-(o.lr / o.bias_correction1 * std::sqrt(o.bias_correction2)))),
-        eps(static_cast<float>(o.eps * std::sqrt(o.bias_correction2))) {}
-
-  DSL_INLINE void step(float& p, float g, float& m, float& v) const {
-    if constexpr (kCoupledDecay) {
-      g = g + weight_decay * p;
-    } else {
-      p = p * shrink;
-    }
-    m = average(m, g);
-    v = v * beta2 + (rest2 * g) * g;
-    p = p + (step_size * m) / (__builtin_sqrtf(v) + eps);
-  }
-
-  float grad_scale, shrink, weight_decay;
-  Lerp average;
-  float beta2, rest2, step_size, eps;
-};
-
-}  // namespace
 
 void adam(const Slices& slices, const AdamOptions& options, int threads, Isa isa) {
   if (!options.decoupled && options.weight_decay != 0.0) {
-    update(slices, Adam<true>(options), threads, isa);
+    update(slices, AdamRule<true>(options), threads, isa);
   } else {
-    update(slices, Adam<false>(options), threads, isa);
+    update(slices, AdamRule<false>(options), threads, isa);
   }
 }
 

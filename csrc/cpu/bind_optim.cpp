@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "adam8bit.h"
 #include "optim.h"
 #include "scan.h"
 
@@ -42,6 +43,26 @@ void adam(Pointers params, Pointers grads, Pointers exp_avgs, Pointers exp_avg_s
             {lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction1, bias_correction2,
              grad_scale},
             threads, dsl::parse_isa(instruction_set));
+}
+
+void adam8bit(Pointers params, Pointers grads, Pointers exp_avgs, Pointers exp_avg_sqs,
+              Pointers exp_avg_scales, Pointers exp_avg_sq_scales, Pointers borders,
+              Pointers border_counts, Pointers scale_counts, Pointers copies, Pointers numels,
+              const Text& grad_dtype, const Text& copy_dtype, std::size_t block, double lr,
+              double beta1, double beta2, double eps, double weight_decay, bool decoupled,
+              double bias_correction1, double bias_correction2, double grad_scale, int threads,
+              const Text& instruction_set) {
+  dsl::adam8bit(slices_of(params, grads, exp_avgs, exp_avg_sqs, copies, numels, grad_dtype, "fp32",
+                          copy_dtype),
+                {block,
+                 exp_avg_scales.values,
+                 exp_avg_sq_scales.values,
+                 borders.values,
+                 {border_counts.values.begin(), border_counts.values.end()},
+                 {scale_counts.values.begin(), scale_counts.values.end()}},
+                {lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction1, bias_correction2,
+                 grad_scale},
+                threads, dsl::parse_isa(instruction_set));
 }
 
 void lion(Pointers params, Pointers grads, Pointers exp_avgs, Pointers copies, Pointers numels,
@@ -100,6 +121,12 @@ void bind_optim(py::module_& m) {
         arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("decoupled"),
         arg("bias_correction1"), arg("bias_correction2"), arg("grad_scale"), arg("threads"),
         arg("instruction_set") = "auto");
+  m.def("adam8bit", &adam8bit, release(), arg("params"), arg("grads"), arg("exp_avgs"),
+        arg("exp_avg_sqs"), arg("exp_avg_scales"), arg("exp_avg_sq_scales"), arg("borders"),
+        arg("border_counts"), arg("scale_counts"), arg("copies"), arg("numels"), arg("grad_dtype"),
+        arg("copy_dtype"), arg("block"), arg("lr"), arg("beta1"), arg("beta2"), arg("eps"),
+        arg("weight_decay"), arg("decoupled"), arg("bias_correction1"), arg("bias_correction2"),
+        arg("grad_scale"), arg("threads"), arg("instruction_set") = "auto");
   m.def("lion", &lion, release(), arg("params"), arg("grads"), arg("exp_avgs"), arg("copies"),
         arg("numels"), arg("grad_dtype"), arg("moment_dtype"), arg("copy_dtype"), arg("lr"),
         arg("beta1"), arg("beta2"), arg("weight_decay"), arg("grad_scale"), arg("threads"),

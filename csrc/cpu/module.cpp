@@ -46,6 +46,12 @@ void dequantize(std::uintptr_t src, std::uintptr_t scales, std::uintptr_t dst, s
                   accumulate);
 }
 
+void round_stochastic(std::uintptr_t src, std::uintptr_t dst, std::size_t numel,
+                      const std::string& dst_dtype, std::uint32_t seed) {
+  dsl::round_stochastic(reinterpret_cast<const void*>(src), reinterpret_cast<void*>(dst), numel,
+                        dsl::parse_dtype(dst_dtype), seed);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -64,8 +70,11 @@ PYBIND11_MODULE(_native, m) {
   m.def("dequantize", &dequantize, release(), py::arg("src_ptr"), py::arg("scales_ptr"),
         py::arg("dst_ptr"), py::arg("numel"), py::arg("block"), py::arg("bits"),
         py::arg("dst_dtype"), py::arg("accumulate"));
+  m.def("round_stochastic", &round_stochastic, release(), py::arg("src_ptr"), py::arg("dst_ptr"),
+        py::arg("numel"), py::arg("dst_dtype"), py::arg("seed"));
   m.def("keep_freed_memory", &dsl::keep_freed_memory, release(), py::arg("mmap_threshold_bytes"),
         py::arg("trim_threshold_bytes"));
   m.def("release_free_memory", &dsl::release_free_memory, release());
   bind_optim(m);
+  bind_lamb(m);
 }

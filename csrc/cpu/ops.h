@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,11 @@ void quantize(const void* src, void* dst, void* scales, std::size_t numel, std::
 // dst[i] = (accumulate ? dst[i] : 0) + src[i] * scale of its block
 void dequantize(const void* src, const void* scales, void* dst, std::size_t numel,
                 std::size_t block, int bits, DType dst_dtype, bool accumulate);
+
+// dst[i] = src[i], fp32, rounded to bf16 or fp16: up or down with odds that make the mean exact, by
+// dice that depend on the number and the seed alone. Both aligned to their elements.
+void round_stochastic(const void* src, void* dst, std::size_t numel, DType dst_dtype,
+                      std::uint32_t seed);
 
 // Sets glibc's mmap and trim thresholds, so that freed blocks are kept for the next allocation.
 // False where the C library has no such setting or refuses the values.

@@ -19,6 +19,14 @@ PYBIND11_MODULE(_cuda, m) {
         py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
         py::arg("decoupled"), py::arg("bias_correction1"), py::arg("bias_correction2"),
         py::arg("grad_scale"), py::arg("stream"), py::arg("grad_scale_ptr") = 0);
+  m.def("adam8bit", &dsl::cuda::adam8bit, release(), py::arg("params"), py::arg("grads"),
+        py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("exp_avg_scales"),
+        py::arg("exp_avg_sq_scales"), py::arg("borders"), py::arg("border_counts"),
+        py::arg("scale_counts"), py::arg("copies"), py::arg("numels"), py::arg("grad_dtype"),
+        py::arg("copy_dtype"), py::arg("block"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+        py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction1"),
+        py::arg("bias_correction2"), py::arg("grad_scale"), py::arg("stream"),
+        py::arg("grad_scale_ptr") = 0);
   m.def("lion", &dsl::cuda::lion, release(), py::arg("params"), py::arg("grads"),
         py::arg("exp_avgs"), py::arg("copies"), py::arg("numels"), py::arg("grad_dtype"),
         py::arg("moment_dtype"), py::arg("copy_dtype"), py::arg("lr"), py::arg("beta1"),
@@ -45,5 +53,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("dequantize", &dsl::cuda::dequantize, release(), py::arg("src_ptr"), py::arg("scales_ptr"),
         py::arg("dst_ptr"), py::arg("numel"), py::arg("block"), py::arg("bits"),
         py::arg("dst_dtype"), py::arg("accumulate"), py::arg("stream"));
+  m.def("round_stochastic", &dsl::cuda::round_stochastic, release(), py::arg("src_ptr"),
+        py::arg("dst_ptr"), py::arg("numel"), py::arg("dst_dtype"), py::arg("seed"),
+        py::arg("stream"));
   m.def("device_count", &dsl::cuda::device_count, release());
 }

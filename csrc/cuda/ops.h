@@ -36,6 +36,16 @@ void adam(const Pointers& params, const Pointers& grads, const Pointers& exp_avg
           double weight_decay, bool decoupled, double bias_correction1, double bias_correction2,
           double grad_scale, std::uintptr_t stream, std::uintptr_t grad_scale_ptr);
 
+// Adam with moments of 8 bits, in blocks, as dsl::adam8bit of the CPU; borders are on the host.
+void adam8bit(const Pointers& params, const Pointers& grads, const Pointers& exp_avgs,
+              const Pointers& exp_avg_sqs, const Pointers& exp_avg_scales,
+              const Pointers& exp_avg_sq_scales, const Pointers& borders,
+              const Sizes& border_counts, const Sizes& scale_counts, const Pointers& copies,
+              const Sizes& numels, const std::string& grad_dtype, const std::string& copy_dtype,
+              std::size_t block, double lr, double beta1, double beta2, double eps,
+              double weight_decay, bool decoupled, double bias_correction1, double bias_correction2,
+              double grad_scale, std::uintptr_t stream, std::uintptr_t grad_scale_ptr);
+
 void lion(const Pointers& params, const Pointers& grads, const Pointers& exp_avgs,
           const Pointers& copies, const Sizes& numels, const std::string& grad_dtype,
           const std::string& moment_dtype, const std::string& copy_dtype, double lr, double beta1,
@@ -54,6 +64,10 @@ void sgd(const Pointers& params, const Pointers& grads, const Pointers& momentum
          const std::string& moment_dtype, const std::string& copy_dtype, double lr, double momentum,
          double dampening, bool nesterov, double weight_decay, bool first, double grad_scale,
          std::uintptr_t stream, std::uintptr_t grad_scale_ptr);
+
+// As dsl::round_stochastic of the CPU.
+void round_stochastic(std::uintptr_t src, std::uintptr_t dst, std::size_t numel,
+                      const std::string& dst_dtype, std::uint32_t seed, std::uintptr_t stream);
 
 // As dsl::pack_signs and dsl::unpack_signs of the CPU; scale is also multiplied by the fp32 scalar
 // on the device at scale_ptr unless that is 0.

@@ -220,10 +220,14 @@ def _by_vector(tensors: Iterable[LogicalTensor]) -> dict[int, list[tuple[Logical
 
 
 def _collected(snapshot: Snapshot, wanted: list[int], ranks: Topology) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each wanted vector on rank 0, one at a time. Collective; other ranks get a tensor without elements."""
+    """Each wanted vector on rank 0, one at a time. Collective; other ranks get a tensor without elements.
+
+    Of several copies of the model (MiCS) the first is collected.
+    """
     collectives = Collectives.create(ranks, Ledger())
     for number in wanted:
         vector = snapshot.vectors[number]
         full = torch.empty(vector.numel if ranks.rank == 0 else 0, dtype=vector.dtype)
-        collectives.collect(vector.chunk(), full if ranks.rank == 0 else None, vector.what, number).wait()
+        if ranks.first_replica:
+            collectives.collect(vector.chunk(), full if ranks.rank == 0 else None, vector.what, number).wait()
         yield number, full

@@ -126,7 +126,8 @@ class ShardedWrite:
             raise CheckpointError(problem)
 
     def _write_tensors(self, folder: Path, places: Mapping[Path_, tuple[int, int, torch.Size]]) -> str | None:
-        tensors = {name: self.snapshot.tensor(*place) for name, place in places.items()}
+        copies = places if self._ranks.first_replica else {}  # of several copies (MiCS) the first is written
+        tensors = {name: self.snapshot.tensor(*place) for name, place in copies.items()}
         if self._taken is not None:
             tensors.update(self._taken.whole)
         alone = self._ranks.world_size == 1

@@ -134,8 +134,7 @@ class Snapshot:
         self.vectors: list[Vector] = []
         self._agreement = Agreement(topology)
         # Touches of hooks go over the control group, which training does not use meanwhile.
-        host = dataclasses.replace(topology, device=torch.device("cpu"), data_group=topology.control_group)
-        self._collectives = Collectives.create(host, Ledger())
+        self._collectives = Collectives.create(topology.host(topology.control_group), Ledger())
         self._cached: tuple[int, torch.Tensor] | None = None
         self._open = True
 

@@ -12,7 +12,9 @@ BYTES = {
 }
 
 
-def bytes_per_parameter(stage: int, world_size: int, precision: str, whole: float = 0.0) -> float | None:
+def bytes_per_parameter(
+    stage: int, world_size: int, precision: str, whole: float = 0.0, secondary: int = 0, carried: float = 0.0
+) -> float | None:
     """Return what one rank holds at most per parameter under Adam; None without a formula.
 
     The ZeRO paper (arXiv:1910.02054), section 3: stage 1 divides the optimizer states by the world size, stage 2 the
@@ -20,9 +22,11 @@ def bytes_per_parameter(stage: int, world_size: int, precision: str, whole: floa
 
     Args:
         stage: 0 to 3.
-        world_size: Number of ranks that share.
+        world_size: Number of ranks that share one copy of the model.
         precision: One of Lightning's names.
         whole: Share of the parameters too small to be divided at stage 3.
+        secondary: Number of ranks that share a second copy of gathered parameters (hpZ); 0 without.
+        carried: Bytes of errors of quantized gradients per parameter that is divided (LoCo).
     """
     if precision not in BYTES:
         return None
@@ -32,4 +36,6 @@ def bytes_per_parameter(stage: int, world_size: int, precision: str, whole: floa
         parameters * (shared / world_size + 1 - shared)
         + gradients / (world_size if stage >= 2 else 1)
         + optimizer / (world_size if stage >= 1 else 1)
+        + (parameters * shared / secondary if secondary else 0.0)
+        + carried * shared
     )

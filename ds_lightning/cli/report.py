@@ -14,6 +14,7 @@ import ds_lightning
 from ds_lightning.callbacks import MemoryUse, Throughput
 from ds_lightning.cli.model_states import bytes_per_parameter
 from ds_lightning.cli.table import print_table
+from ds_lightning.comm.quantized import BLOCK
 
 _Callback = TypeVar("_Callback", bound=pl.Callback)
 
@@ -108,7 +109,11 @@ class Report:
             yield "  of it before training", _megabytes(memory.baseline)
             yield "model states per rank", _megabytes(memory.model_states)
             per_parameter = bytes_per_parameter(
-                stage or 0, trainer.world_size, str(trainer.precision), self._share_kept_whole()
+                stage or 0,
+                self._shards(),
+                str(trainer.precision),
+                self._share_kept_whole(),
+                *self._transport_costs(),
             )
             if per_parameter:
                 measured = max(memory.model_states) / self._parameters
@@ -120,6 +125,22 @@ class Report:
         entropy = getattr(self._data, "unigram_entropy", None)
         if entropy is not None:
             yield "unigram entropy", _nats(entropy())
+
+    def _shards(self) -> int:
+        engine = getattr(self._trainer.strategy, "engine", None)
+        return int(self._trainer.world_size if engine is None else engine.topology.shard_count)
+
+    def _transport_costs(self) -> tuple[int, float]:
+        """Ranks that share a second copy of gathered parameters, and bytes of carried errors per parameter."""
+        engine = getattr(self._trainer.strategy, "engine", None)
+        if engine is None:
+            return 0, 0.0
+        teams = engine.topology.teams
+        secondary = teams.secondary.size if teams.secondary is not None else 0
+        if engine.transport.feedback is None or teams.shards.size == 1:
+            return secondary, 0.0
+        steps = 1.0 + (1.0 / teams.inside.size if teams.inside is not None else 0.0)
+        return secondary, steps * (1.0 + 4.0 / BLOCK)
 
     def _share_kept_whole(self) -> float:
         if _stage(self._trainer) != 3:

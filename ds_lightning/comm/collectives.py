@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ds_lightning.comm.ledger import Ledger
 from ds_lightning.errors import TopologyError
 from ds_lightning.ops.reduce import reduce_sum
+from ds_lightning.teams import Team
 from ds_lightning.topology import Topology
 
 
@@ -51,15 +52,47 @@ class Pending:
         self._buffers = ()
 
 
-class PendingReduce:
-    """A reduce-scatter in flight: `finish` waits and adds this rank's chunk of the sum to its destination."""
+class Chained(Pending):
+    """Several collectives in flight, and what is done once all of them have arrived."""
 
-    __slots__ = ("_divided", "_pending", "_sources")
+    __slots__ = ("_action", "_parts")
+
+    def __init__(self, parts: Sequence[Pending], action: Callable[[], None]) -> None:
+        super().__init__([], (), str)
+        self._parts = parts
+        self._action: Callable[[], None] | None = action
+
+    def wait(self) -> None:
+        """As `Pending.wait`; then the action, once."""
+        for part in self._parts:
+            part.wait()
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+        self._parts = ()
+
+
+class PendingReduce:
+    """A reduce-scatter in flight: `finish` waits and adds this rank's chunk of the sum to its destination.
+
+    Attributes:
+        partial: the sum is one over this copy of the model alone; what other copies have is added later (MiCS).
+    """
+
+    __slots__ = ("_divided", "_pending", "_sources", "partial")
 
     def __init__(self, pending: Pending, sources: list[torch.Tensor], divided: int = 1) -> None:
         self._pending = pending
         self._sources = sources
         self._divided = divided  # by this, on the way
+        self.partial = False
+
+    def advance(self) -> None:
+        """Begin the next step of a reduction that has several, waiting for the one before. Collective, as `finish`."""
+
+    def include(self, earlier: torch.Tensor, scale: float) -> None:
+        """Let a sum over copies of the model take in `scale` times what this copy has from earlier, partial ones."""
+        raise NotImplementedError("only sums over copies have something left to add")
 
     def finish(self, out: torch.Tensor, scale: float, accumulate: bool) -> None:
         """Write `scale` times the sum over ranks into `out`, or add it.
@@ -83,24 +116,39 @@ class PendingReduce:
 
 
 class Collectives(abc.ABC):
-    """What the engine asks of a backend. Every method is collective over the data group, in the same order."""
+    """What the engine asks of a backend. Every method is collective over the team, in the same order.
 
-    def __init__(self, topology: Topology, ledger: Ledger) -> None:
+    Attributes:
+        topology: all ranks.
+        ledger: counts.
+        team: the ranks that take part; chunks are numbered by their places.
+    """
+
+    def __init__(self, topology: Topology, ledger: Ledger, team: Team) -> None:
         self.topology = topology
         self.ledger = ledger
+        self.team = team
+        self._beyond = topology.teams.beyond(team)
 
     @staticmethod
-    def create(topology: Topology, ledger: Ledger) -> Collectives:
-        """The implementation for the group's backend."""
-        if topology.world_size == 1:
-            return _Alone(topology, ledger)
+    def create(topology: Topology, ledger: Ledger, team: Team | None = None) -> Collectives:
+        """The implementation for the group's backend.
+
+        Args:
+            topology: all ranks.
+            ledger: counts.
+            team: the ranks that take part; None takes those over which the model is cut.
+        """
+        team = topology.teams.shards if team is None else team
+        if team.size == 1:
+            return _Alone(topology, ledger, team)
         if topology.device.type == "cpu":
-            return _PointToPoint(topology, ledger)
-        return _Native(topology, ledger)
+            return _PointToPoint(topology, ledger, team)
+        return _Native(topology, ledger, team)
 
     @abc.abstractmethod
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
-        """Fill `full` (`[world_size * chunk]`); this rank's chunk is already in place.
+        """Fill `full` (`[team * chunk]`); this rank's chunk is already in place.
 
         Args:
             full: flat buffer.
@@ -116,7 +164,7 @@ class Collectives(abc.ABC):
         """Sum `full` over ranks, each rank receiving its chunk.
 
         Args:
-            full: `[world_size * chunk]`, not to be touched until the result is finished.
+            full: `[team * chunk]`, not to be touched until the result is finished.
             what: name for messages.
             tag: distinguishes operations that are in flight together.
             piece: largest number of elements of `full` per message.
@@ -125,17 +173,28 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
-        """Bring every rank's chunk to rank 0.
+        """Bring every rank's chunk to the first rank of the team.
 
         Args:
             own: this rank's chunk.
-            full: `[world_size * chunk]` on rank 0, None elsewhere.
+            full: `[team * chunk]` there, None elsewhere.
+            what: name for messages.
+            tag: distinguishes operations that are in flight together.
+        """
+
+    @abc.abstractmethod
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        """Send row p of `sent` to the rank at place p, which finds it in the row of this rank's place.
+
+        Args:
+            sent: `[team, n]`, not to be touched until it is over.
+            received: of the same shape. The row of this rank's place is of no use.
             what: name for messages.
             tag: distinguishes operations that are in flight together.
         """
 
     def broadcast(self, values: torch.Tensor, what: str, source: int = 0) -> None:
-        """Make `values` equal to those of rank `source`, and wait."""
+        """Make `values` equal to those of rank `source` on all ranks, those outside the team too, and wait."""
         topology = self.topology
         if topology.world_size == 1:
             return
@@ -144,7 +203,9 @@ class Collectives(abc.ABC):
         except RuntimeError as error:
             raise TopologyError(self._describer("broadcast", what)(str(error))) from error
         if topology.rank == source:
-            self.ledger.record("broadcast", values.nbytes * (topology.world_size - 1))
+            everyone = topology.teams.everyone
+            beyond = topology.teams.beyond(everyone)
+            self.ledger.record("broadcast", values.nbytes * (everyone.size - 1), values.nbytes * beyond)
 
     def _describer(self, operation: str, what: str) -> Callable[[str], str]:
         topology = self.topology
@@ -159,12 +220,19 @@ class Collectives(abc.ABC):
         return describe
 
     def _pieces(self, chunk: int, piece: int) -> list[tuple[int, int]]:
-        step = max(1, piece // self.topology.world_size)
+        step = max(1, piece // self.team.size)
         return [(lo, min(lo + step, chunk)) for lo in range(0, chunk, step)]
+
+    def _sent(self, operation: str, nbytes: int) -> None:
+        """Count `nbytes` sent to each of the others."""
+        self.ledger.record(operation, nbytes * (self.team.size - 1), nbytes * self._beyond)
 
 
 class _Alone(Collectives):
     """One rank: nothing to move."""
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        return Pending([], (), str)
 
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
         return Pending([], (), str)
@@ -183,28 +251,39 @@ class _Alone(Collectives):
 class _PointToPoint(Collectives):
     """See [Note: point to point on gloo]."""
 
-    def _peers(self) -> list[int]:
-        """The other ranks, beginning with the next one, so that no rank is everybody's first."""
-        rank, size = self.topology.rank, self.topology.world_size
-        return [(rank + step) % size for step in range(1, size)]
+    def _peers(self) -> list[tuple[int, int]]:
+        """Places and ranks of the others, beginning with the next one, so that no rank is everybody's first."""
+        place, size = self.team.place, self.team.size
+        return [(peer, self.team.ranks[peer]) for peer in ((place + step) % size for step in range(1, size))]
 
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
-        rank, group = self.topology.rank, self.topology.data_group
-        chunks = full.view(self.topology.world_size, -1)
+        own, group = self.team.place, self.topology.data_group
+        chunks = full.view(self.team.size, -1)
         pieces = self._pieces(chunks.shape[1], piece)
         describe = self._describer("all-gather", what)
         works: list[Any] = []
         try:
-            for peer in self._peers():
+            for peer, rank in self._peers():
                 for lo, hi in pieces:
-                    works.append(dist.isend(chunks[rank, lo:hi], group=group, group_dst=peer, tag=tag))
+                    works.append(dist.isend(chunks[own, lo:hi], group=group, group_dst=rank, tag=tag))
                 for lo, hi in pieces:
-                    works.append(dist.irecv(chunks[peer, lo:hi], group=group, group_src=peer, tag=tag))
+                    works.append(dist.irecv(chunks[peer, lo:hi], group=group, group_src=rank, tag=tag))
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
-        sent = chunks[rank].numel() * (self.topology.world_size - 1)
-        self.ledger.record("all_gather", sent * full.element_size())
+        self._sent("all_gather", chunks[own].nbytes)
         return Pending(works, (full,), describe)
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        group, describe = self.topology.data_group, self._describer("all-to-all", what)
+        works: list[Any] = []
+        try:
+            for peer, rank in self._peers():
+                works.append(dist.isend(sent[peer], group=group, group_dst=rank, tag=tag))
+                works.append(dist.irecv(received[peer], group=group, group_src=rank, tag=tag))
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        self._sent("all_to_all", sent[0].nbytes)
+        return Pending(works, (sent, received), describe)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         group = self.topology.data_group
@@ -212,11 +291,13 @@ class _PointToPoint(Collectives):
         works: list[Any] = []
         try:
             if full is None:
-                works.append(dist.isend(own, group=group, group_dst=0, tag=tag))
-                self.ledger.record("collect", own.nbytes)
+                first = self.team.ranks[0]
+                works.append(dist.isend(own, group=group, group_dst=first, tag=tag))
+                nodes = self.topology.teams.nodes
+                self.ledger.record("collect", own.nbytes, own.nbytes * (nodes[first] != nodes[self.topology.rank]))
             else:
-                chunks = full.view(self.topology.world_size, -1)
-                works += [dist.irecv(chunks[peer], group=group, group_src=peer, tag=tag) for peer in self._peers()]
+                chunks = full.view(self.team.size, -1)
+                works += [dist.irecv(chunks[at], group=group, group_src=rank, tag=tag) for at, rank in self._peers()]
                 chunks[0].copy_(own)
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
@@ -225,47 +306,56 @@ class _PointToPoint(Collectives):
     def reduce_scatter(
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
     ) -> PendingReduce:
-        rank, size, group = self.topology.rank, self.topology.world_size, self.topology.data_group
+        own, size, group = self.team.place, self.team.size, self.topology.data_group
         chunks = full.view(size, -1)
-        sources = [chunks[rank] if peer == rank else take(chunks.shape[1]) for peer in range(size)]
+        sources = [chunks[own] if peer == own else take(chunks.shape[1]) for peer in range(size)]
         pieces = self._pieces(chunks.shape[1], piece)
         describe = self._describer("reduce-scatter", what)
         works: list[Any] = []
         try:
-            for peer in self._peers():
+            for peer, rank in self._peers():
                 for lo, hi in pieces:
-                    works.append(dist.isend(chunks[peer, lo:hi], group=group, group_dst=peer, tag=tag))
+                    works.append(dist.isend(chunks[peer, lo:hi], group=group, group_dst=rank, tag=tag))
                 for lo, hi in pieces:
-                    works.append(dist.irecv(sources[peer][lo:hi], group=group, group_src=peer, tag=tag))
+                    works.append(dist.irecv(sources[peer][lo:hi], group=group, group_src=rank, tag=tag))
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
-        self.ledger.record("reduce_scatter", chunks.shape[1] * (size - 1) * full.element_size())
+        self._sent("reduce_scatter", chunks[own].nbytes)
         return PendingReduce(Pending(works, (full, *sources), describe), sources)
 
 
 class _Native(Collectives):
     """Backends with good collectives of their own. torch 2.13 renames them and warns on the old names."""
 
-    def __init__(self, topology: Topology, ledger: Ledger) -> None:
-        super().__init__(topology, ledger)
+    def __init__(self, topology: Topology, ledger: Ledger, team: Team) -> None:
+        super().__init__(topology, ledger, team)
         self._gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
-        chunks = full.view(self.topology.world_size, -1)
-        own = chunks[self.topology.rank]
+        chunks = full.view(self.team.size, -1)
+        own = chunks[self.team.place]
         describe = self._describer("all-gather", what)
         try:
-            work = self._gather(full, own, group=self.topology.data_group, async_op=True)
+            work = self._gather(full, own, group=self.team.group, async_op=True)
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
-        self.ledger.record("all_gather", own.numel() * (self.topology.world_size - 1) * full.element_size())
+        self._sent("all_gather", own.nbytes)
         return Pending([work], (full,), describe)
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        describe = self._describer("all-to-all", what)
+        try:
+            work = dist.all_to_all_single(received, sent, group=self.team.group, async_op=True)
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        self._sent("all_to_all", sent[0].nbytes)
+        return Pending([work], (sent, received), describe)
 
     def reduce_scatter(
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
     ) -> PendingReduce:
-        size = self.topology.world_size
+        size = self.team.size
         out = take(full.numel() // size)
         # A sum of many 16-bit gradients overflows or drowns; AVG divides each term before it is added.
         average = full.element_size() < 4
@@ -275,15 +365,15 @@ class _Native(Collectives):
                 out,
                 full,
                 op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM,
-                group=self.topology.data_group,
+                group=self.team.group,
                 async_op=True,
             )
         except RuntimeError as error:
             raise TopologyError(describe(str(error))) from error
-        self.ledger.record("reduce_scatter", out.numel() * (size - 1) * full.element_size())
+        self._sent("reduce_scatter", out.nbytes)
         return PendingReduce(Pending([work], (full, out), describe), [out], size if average else 1)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
-        target = own.new_empty(own.numel() * self.topology.world_size) if full is None else full
-        target.view(self.topology.world_size, -1)[self.topology.rank].copy_(own)
+        target = own.new_empty(own.numel() * self.team.size) if full is None else full
+        target.view(self.team.size, -1)[self.team.place].copy_(own)
         return self.all_gather(target, what, tag, target.numel())

@@ -12,7 +12,9 @@ from ds_lightning.config.schema.optimizer import (
     BUILTIN_OPTIMIZERS,
     BUILTIN_SCHEDULES,
     COMPRESSED_OPTIMIZERS,
+    ENCODED_OPTIMIZERS,
     TORCH_OPTIMIZERS,
+    WHOLE_TENSOR_OPTIMIZERS,
 )
 from ds_lightning.config.suggest import did_you_mean, listed
 
@@ -79,8 +81,9 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
         text = "clipping is no business of the optimizer; use the top-level key gradient_clipping"
         yield Problem("optimizer.params.max_grad_norm", text)
     if kind is None:
-        if params:
-            yield Problem("optimizer.type", "is missing, but optimizer.params is given; name the optimizer")
+        for name in ("params", "param_groups"):
+            if getattr(config.optimizer, name):
+                yield Problem("optimizer.type", f"is missing, but optimizer.{name} is given; name the optimizer")
         return
     if kind not in _known_optimizers() and not _is_in_torch("torch.optim", kind):
         guess = did_you_mean(kind, _known_optimizers())
@@ -93,19 +96,24 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
             "optimizer.params.amsgrad",
             "is not available; use torch_adam=true, or another optimizer",
         )
-    if kind in ("Lamb", "FusedLamb") and config.fp16.enabled and config.fp16.loss_scale > 0:
-        yield Problem("fp16.loss_scale", f"{kind} in fp16 needs a dynamic loss scale; set it to 0")
+    if kind in WHOLE_TENSOR_OPTIMIZERS and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"{kind} looks at whole tensors, so its states cannot be on nvme, where steps go tile by tile; set it to "
+            "'cpu', or use Adam",
+        )
 
 
 def _optimizer_ranges(config: DeepSpeedConfig, given: Given) -> Problems:
-    params = config.optimizer.params
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        value = params.get(name)
-        if isinstance(value, float) and value < 0:
-            yield Problem(f"optimizer.params.{name}", f"must be at least 0, got {value:g}")
-    betas = params.get("betas")
-    if isinstance(betas, list) and not (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)):
-        yield Problem("optimizer.params.betas", f"expected two numbers in [0, 1), got {betas}")
+    groups = ((f"param_groups.{g.get('name') or k}", g) for k, g in enumerate(config.optimizer.param_groups))
+    for path, params in (("params", config.optimizer.params), *groups):
+        for name in ("lr", "eps", "weight_decay", "momentum", "max_ndim"):
+            value = params.get(name)
+            if isinstance(value, float | int) and value < 0:
+                yield Problem(f"optimizer.{path}.{name}", f"must be at least 0, got {value:g}")
+        betas = params.get("betas")
+        if isinstance(betas, list) and not (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas)):
+            yield Problem(f"optimizer.{path}.betas", f"expected two numbers in [0, 1), got {betas}")
 
 
 def _scheduler(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -157,6 +165,15 @@ def _nvme(config: DeepSpeedConfig, given: Given) -> Problems:
                 f"{here}.device=nvme needs the directory of a fast local disk: set it, or pass "
                 "ZeroStrategy(nvme_path=...), or set DS_LIGHTNING_NVME_PATH",
             )
+
+
+def _encoded_states(config: DeepSpeedConfig, given: Given) -> Problems:
+    kind = config.optimizer.type
+    if kind in ENCODED_OPTIMIZERS and config.zero_optimization.offload_optimizer.device == "nvme":
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"nvme does not hold the encoded states of {kind}; use cpu (they are small), or {kind[:-4]}",
+        )
 
 
 def _elasticity(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -227,6 +244,37 @@ def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
             "zero_optimization.zero_quantized_gradients",
             "needs zero_optimization.reduce_scatter=true",
         )
+    if stage == 3 and zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Problem(
+            "zero_optimization.zeropp_loco_param",
+            "carries errors of quantized gradients and needs zero_optimization.zero_quantized_gradients=true",
+        )
+
+
+def _frozen_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    if stage == 3 and zero.zero_quantized_nontrainable_weights and zero.offload_param.is_on:
+        yield Problem(
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "keeps int8 weights on the device and does not go with offload_param; set one of the two",
+        )
+
+
+def _copies_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    if stage < 3 or zero.mics_shard_size < 1:
+        return
+    here = "zero_optimization.mics_shard_size"
+    if zero.zero_hpz_partition_size > 1:
+        yield Problem(
+            here,
+            "does not go with zero_hpz_partition_size: a shard group gathers inside itself already; set one of the two",
+        )
+    if zero.zero_quantized_gradients:
+        yield Problem(
+            here,
+            "does not go with zero_quantized_gradients, which reduces over all ranks; set one of the two",
+        )
 
 
 def _masters_stage(config: DeepSpeedConfig, stage: int) -> Problems:
@@ -236,6 +284,11 @@ def _masters_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     ):
         if getattr(getattr(config, block), name) and stage == 0:
             yield Problem(f"{block}.{name}", "needs stage 1, 2 or 3")
+        if getattr(getattr(config, block), name) and config.zero_optimization.offload_optimizer.is_on:
+            yield Problem(
+                f"{block}.{name}",
+                "keeps masters where parameters are, which does not go with offload_optimizer; drop one of the two",
+            )
 
 
 def _known_optimizers() -> tuple[str, ...]:
@@ -270,6 +323,7 @@ _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
     _scheduler,
     _activation,
     _nvme,
+    _encoded_states,
     _elasticity,
     _removed,
 )
@@ -278,5 +332,7 @@ _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _accumulation_stage,
     _compressed_stage,
     _quantized_stage,
+    _frozen_stage,
+    _copies_stage,
     _masters_stage,
 )

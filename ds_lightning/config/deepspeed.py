@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from ds_lightning.config import checks, support
 from ds_lightning.config.coerce import coerce, shown
+from ds_lightning.config.free import NULL, Entry, FreeArguments, is_auto
 from ds_lightning.config.precision import AskedPrecision, asked_precision
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.base import (
-    AUTO,
     Block,
     Key,
     block_type,
@@ -22,32 +22,10 @@ from ds_lightning.config.schema.base import (
     rules,
     unwrapped,
 )
-from ds_lightning.config.schema.optimizer import optimizer_param_type
 from ds_lightning.config.source import read
-from ds_lightning.config.suggest import closest, listed
 from ds_lightning.config.unknown import why_unknown
 
 _LEGACY_ALLGATHER_SIZE = 500_000_000
-_NULL = "null is the same as absent"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What became of one key the user gave.
-
-    Attributes:
-        key: Dotted path as the user wrote it.
-        name: Dotted path of the canonical key.
-        value: The value as given.
-        status: used | renamed | inert | ignored | auto | error.
-        remark: One sentence, or empty.
-    """
-
-    key: str
-    name: str
-    value: Any
-    status: str
-    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,14 +119,8 @@ class _Item(NamedTuple):
     written: Any
 
 
-class _Reader:
-    """Walks a plain dict along the schema. Owns what one reading finds."""
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.problems: list[Problem] = []
-        self.given: set[str] = set()
-        self.autos: set[str] = set()
+class _Reader(FreeArguments):
+    """Walks a plain dict along the schema."""
 
     def root(self, data: Mapping[str, Any]) -> DeepSpeedConfig:
         data, legacy = _without_legacy_zero(data)
@@ -182,7 +154,7 @@ class _Reader:
             if name is None:
                 self._fail(prefix + raw, value, why_unknown(cls, raw, prefix))
             elif value is None:
-                self._note(prefix + raw, None, "used", _NULL, name=prefix + name)
+                self._note(prefix + raw, None, "used", NULL, name=prefix + name)
             elif first := canonical_by_raw.get(name):
                 twin, keep = f"'{prefix}{first}'", f"'{prefix}{name}'"
                 text = f"means the same as {twin}, which is given too; keep {keep} only"
@@ -225,10 +197,13 @@ class _Reader:
             self.given.add(path)
             values[item.name] = coerce(item.value, hint).value
             self._note(path, item.value, "ignored", rule.remark)
+        elif rule.selectors is not None:
+            self.given.add(path)
+            values[item.name] = self.rows_of_params(item.value, path, rule, _kind(cls, siblings))
         elif rule.params is not None:
             self.given.add(path)
-            values[item.name] = self._params(item.value, path, rule, _kind(cls, siblings))
-        elif _is_auto(item.value):
+            values[item.name] = self.params(item.value, path, rule, _kind(cls, siblings))
+        elif is_auto(item.value):
             self.autos.add(path)
             self._note(path, item.value, "auto")
         else:
@@ -253,46 +228,6 @@ class _Reader:
         self._fail(path, value, f"expected an object, got {shown(value)}")
         return child()
 
-    def _params(self, value: Any, path: str, rule: Key, kind: str | None) -> dict[str, Any]:
-        """The free arguments of an optimizer or schedule, checked as far as its type is known."""
-        if not isinstance(value, Mapping):
-            raise ValueError(f"expected an object, got {shown(value)}")
-        assert rule.params is not None
-        known = rule.params(kind)
-        params: dict[str, Any] = {}
-        for name, item in value.items():
-            here = f"{path}.{name}"
-            if known is not None and name not in known:
-                self._fail(here, item, _unknown_argument(name, known, kind, path))
-            elif item is None:
-                self._note(here, None, "used", _NULL)
-            elif _is_auto(item):
-                self.autos.add(here)
-                params[name] = item
-                self._note(here, item, "auto")
-            else:
-                hint = optimizer_param_type(name) if known is None else known[name]
-                params.update(self._param(here, name, item, hint))
-        return params
-
-    def _param(self, path: str, name: str, value: Any, hint: Any) -> dict[str, Any]:
-        """The argument under its name; nothing when its value is wrong."""
-        try:
-            result = coerce(value, hint)
-        except ValueError as error:
-            self._fail(path, value, str(error))
-            return {}
-        self.given.add(path)
-        self._note(path, value, "used", result.remark)
-        return {name: result.value}
-
-    def _note(self, path: str, value: Any, status: str, remark: str = "", *, name: str | None = None) -> None:
-        self.entries.append(Entry(path, name or path, value, status, remark))
-
-    def _fail(self, path: str, value: Any, text: str) -> None:
-        self.problems.append(Problem(path, text))
-        self.entries.append(Entry(path, path, value, "error", text))
-
     def _rename_entries(self, mark: int, raw_path: str, path: str, item: _Item) -> None:
         """Replace what was noted under the new name by what the user wrote under the old one."""
         made, self.entries[mark:] = self.entries[mark:], []
@@ -315,21 +250,11 @@ class _Reader:
         self.entries = [entry for entry in self.entries if not entry.name.startswith(f"{path}.")]
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().lower() == AUTO
-
-
-def _unknown_argument(name: str, known: Mapping[str, Any], kind: str | None, path: str) -> str:
-    guess = closest(name, known)
-    hint = f"did you mean '{path}.{guess}'?" if guess else f"{kind} knows {listed(list(known), 30)}"
-    return f"unknown argument of {kind}; {hint}"
-
-
 def _inherited(rule: Key, parent: Key) -> Key:
     """The rule of a key inside a block that is itself inert or ignored."""
     if parent.status == "used" or rule.status != "used":
         return rule
-    return Key(rule.doc, rule.limits, rule.renamed, rule.stages, parent.status, parent.remark, rule.params)
+    return replace(rule, status=parent.status, remark=parent.remark)
 
 
 def _kind(cls: type[Block], siblings: Mapping[str, Any]) -> str | None:

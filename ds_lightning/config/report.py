@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_lightning.config import auto
-from ds_lightning.config.deepspeed import Entry, ParsedConfig, draft
+from ds_lightning.config.deepspeed import ParsedConfig, draft
 from ds_lightning.config.facts import Facts
+from ds_lightning.config.free import Entry
 from ds_lightning.config.inert import inert_reason
 from ds_lightning.config.problems import Problem
 from ds_lightning.config.resolve import ResolvedConfig, try_resolve

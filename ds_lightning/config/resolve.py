@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from ds_lightning.config import auto, batch, checks
-from ds_lightning.config.deepspeed import Entry, ParsedConfig
+from ds_lightning.config.deepspeed import ParsedConfig
 from ds_lightning.config.facts import Facts
+from ds_lightning.config.free import Entry
 from ds_lightning.config.inert import inert_reason
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.schema import DeepSpeedConfig

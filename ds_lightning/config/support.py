@@ -33,28 +33,17 @@ def _above_one(value: Any) -> bool:
 _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
-_PLANNED_OPTIMIZERS = frozenset(
-    {"Lamb", "FusedLamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"}
-)
+_PLANNED_OPTIMIZERS = frozenset({"OneBitAdam", "ZeroOneAdam", "OneBitLamb"})
 
 PLANNED = (
     Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),
     Row("aio.use_gds", _true, _SWITCH_OFF),
-    Row("zero_optimization.zero_hpz_partition_size", _above_one, "set it to 1"),
-    Row("zero_optimization.zero_quantized_weights", _true, _SWITCH_OFF),
-    Row("zero_optimization.zero_quantized_nontrainable_weights", _true, _SWITCH_OFF),
-    Row("zero_optimization.zero_quantized_gradients", _true, _SWITCH_OFF),
-    Row("zero_optimization.zeropp_loco_param", _not(None), "leave the block out"),
-    Row("zero_optimization.mics_shard_size", lambda value: value > 0, "set it to -1"),
     Row("zero_optimization.zenflow", _not(None), "leave the block out"),
     Row(
         "optimizer.type",
         lambda name: name in _PLANNED_OPTIMIZERS,
-        "use Adam, AdamW, Lion, Adagrad, SGD or another optimizer of torch.optim",
+        "use Adam, AdamW, Lion, Adagrad, Lamb, Muon, SGD or another optimizer of torch.optim",
     ),
-    Row("fp16.fp16_master_weights_and_grads", _true, _SWITCH_OFF),
-    Row("bf16.bf16_master_weights_and_grads", _true, _SWITCH_OFF),
-    Row("bf16.bf16_optimizer_states", _true, _SWITCH_OFF),
     Row("data_types.buffer_dtype", _not(None), "buffers keep their type; leave it out"),
     Row("managed_gradient_accumulation", lambda value: value is False, "use manual optimization"),
     Row("sparse_gradients", _true, _SWITCH_OFF),

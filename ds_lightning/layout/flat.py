@@ -7,6 +7,7 @@ are therefore the same at every stage, bit for bit.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,8 @@ class Unit:
         index: position in the layout, the same on all ranks.
         scope: module with which it is gathered.
         slots: its parameters, head to tail, aligned to `ALIGNMENT` elements.
-        numel: elements of the flat buffer, padded to a multiple of the world size.
+        numel: elements of the flat buffer, padded to a multiple of the number of shards.
+        world_size: number of shards: of ranks, except under MiCS.
         resident: kept whole at stage 3 (`stage3_param_persistence_threshold`).
         trainable: has gradients and optimizer states.
         given_dtype: dtype in which the user gave the parameters; that of the masters is narrower where they are frozen.
@@ -126,6 +128,33 @@ class Unit:
                 pieces.append(Piece(slot.group, lo, hi, (index,)))
         return pieces
 
+    def block_borders(self, start: int, stop: int, size: int) -> list[int]:
+        """Where the range `[start, stop)` is cut into segments for states that are encoded in blocks, from 0.
+
+        A block never reaches into another slot or another rank's part, and within a slot blocks begin at multiples of
+        `size` wherever these parts lie: the blocks of a range are the same at every stage, and few of them change with
+        the world size. A segment is what one row of blocks of `size` elements covers, the last one cut short.
+        """
+        borders = {start, stop}
+        first = bisect_right(self.slots, start, key=lambda slot: slot.start) - 1
+        for slot in self.slots[max(first, 0) :]:
+            if slot.start >= stop:
+                break
+            borders.add(max(slot.start, start))
+            lo, hi = max(slot.start, start), min(slot.end, stop)
+            for cut in (lo, *range(-(-(lo + 1) // self.chunk) * self.chunk, hi, self.chunk)):
+                borders.add(cut)
+                next_block = slot.start - (slot.start - cut) // size * size
+                if next_block < hi:
+                    borders.add(next_block)
+        return sorted(border - start for border in borders)
+
+    def block_cut(self, start: int, stop: int, size: int) -> int:
+        """The last place in `(start, stop]` at which a block of some slot begins, else the first one behind `stop`."""
+        slot = self.slots[max(bisect_right(self.slots, stop, key=lambda slot: slot.start) - 1, 0)]
+        cut = slot.start + max(stop - slot.start, 0) // size * size
+        return cut if cut > start else min(cut + size, slot.end)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -148,11 +177,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """The keys of `zero_optimization` that shape the layout; thresholds in elements."""
+    """The keys of `zero_optimization` that shape the layout; thresholds in elements.
+
+    `alignment` is what a shard must be a multiple of.
+    """
 
     param_persistence_threshold: int = 100_000
     model_persistence_threshold: int = 2**63 - 1
     round_robin: bool = False
+    alignment: int = ALIGNMENT
 
 
 def build_layout(
@@ -221,7 +254,7 @@ def _lay(index: int, specs: list[ParamSpec], world_size: int, resident: bool, op
         index=index,
         scope=ROOT if resident else head.scope,
         slots=tuple(slots),
-        numel=max(_align(end, ALIGNMENT * world_size), ALIGNMENT * world_size),
+        numel=max(_align(end, options.alignment * world_size), options.alignment * world_size),
         world_size=world_size,
         dtype=head.dtype,
         master_dtype=head.master_dtype,

@@ -11,21 +11,33 @@ from typing import TYPE_CHECKING, Any
 _LAZY = {
     "Adagrad": "adagrad",
     "Adam": "adam",
+    "Adam8bit": "adam8bit",
     "AdamW": "adam",
+    "AdamW8bit": "adam8bit",
     "CPUAdagrad": "adagrad",
     "CPUAdam": "adam",
     "CPULion": "lion",
     "FusedAdam": "adam",
+    "FusedLamb": "lamb",
     "FusedLion": "lion",
+    "Lamb": "lamb",
     "Lion": "lion",
+    "Muon": "muon",
     "NativeOptimizer": "native",
     "SGD": "sgd",
+    "muon_groups": "muon_params",
+    "param_groups": "groups",
 }
 
 if TYPE_CHECKING:
     from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
     from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+    from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
+    from ds_lightning.optim.groups import param_groups
+    from ds_lightning.optim.lamb import FusedLamb, Lamb
     from ds_lightning.optim.lion import CPULion, FusedLion, Lion
+    from ds_lightning.optim.muon import Muon
+    from ds_lightning.optim.muon_params import muon_groups
     from ds_lightning.optim.native import NativeOptimizer
     from ds_lightning.optim.sgd import SGD
 
@@ -33,14 +45,21 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
     "FusedAdam",
+    "FusedLamb",
     "FusedLion",
+    "Lamb",
     "Lion",
+    "Muon",
     "NativeOptimizer",
+    "muon_groups",
+    "param_groups",
 ]
 
 

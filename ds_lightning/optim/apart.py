@@ -18,8 +18,10 @@ from ds_lightning.offload.homes import Homes, UnitHome
 from ds_lightning.offload.swap import BufferPool
 from ds_lightning.offload.tiles import GRADIENT, MASTER, SHARD
 from ds_lightning.ops.aio import Transfer
+from ds_lightning.ops.blocks import Blocks
 from ds_lightning.optim.elementwise import plain_step
 from ds_lightning.optim.native import NativeOptimizer
+from ds_lightning.optim.parts import Parts
 from ds_lightning.optim.sharded import Run, ShardedOptimizer
 from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.residency import ResidencyManager
@@ -124,7 +126,8 @@ class StepsApart:
             sharded.show(tile.runs)
             copied = prepare(sharded, tile.runs)
             step()
-            self._copy_out(tile, copied)
+            if not copied:
+                copy_out(tile.runs)
             for run in tile.runs:
                 run.parameter.grad = None
             return []
@@ -136,7 +139,8 @@ class StepsApart:
             sharded.show(tile.runs)
             copied = prepare(sharded, tile.runs, factor)
             step()
-            self._copy_out(tile, copied)
+            if not copied:
+                copy_out(tile.runs)
             writes = self._stage_out(tile, sharded)
         except BaseException:
             self._forget(tile, sharded)
@@ -144,13 +148,6 @@ class StepsApart:
         self._records.give(tile.buffer, writes)
         tile.buffer = None
         return writes
-
-    def _copy_out(self, tile: _Tile, copied: bool) -> None:
-        """New values go where parameters are, in their dtype, unless the step itself has put them there."""
-        for run in tile.runs if not copied else ():
-            target = run.published
-            if target is not None:
-                target.copy_(run.parameter.view(-1), non_blocking=True)
 
     def _stage_in(self, tile: _Tile, sharded: ShardedOptimizer) -> float:
         """Parameters, gradients and states of the runs become views of the staging buffer.
@@ -225,13 +222,23 @@ class StepsApart:
         self._let_go(tile)
 
 
-def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0) -> bool:
+def copy_out(runs: Sequence[Run]) -> None:
+    """New values go where parameters are, in their dtype."""
+    with torch.no_grad():
+        for run in runs:
+            target = run.published
+            if target is not None:
+                target.copy_(run.parameter.view(-1), non_blocking=True)
+
+
+def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0, parts: Parts | None = None) -> bool:
     """Let a native optimizer do more in its pass over memory, in the step that comes.
 
     Args:
         sharded: the optimizer.
         runs: that it will step on.
         factor: of gradients.
+        parts: which parameters lie in the runs, for optimizers that look at whole ones.
 
     Returns:
         Whether it puts new values where parameters are.
@@ -243,7 +250,12 @@ def prepare(sharded: ShardedOptimizer, runs: Sequence[Run], factor: float = 1.0)
     copies.update({run.parameter: target for run in runs if (target := run.published) is not None})
     gradients: dict[torch.Tensor, torch.Tensor] = {run.parameter: run.gradient for run in runs if run.foreign}
     near = all(target.device == p.device and target.itemsize == 2 for p, target in copies.items())
-    optimizer.prepare_step(grad_scale=factor, copies=copies if near else None, gradients=gradients)
+    blocks: dict[torch.Tensor, Blocks] = {}
+    if optimizer.codec is not None:
+        blocks.update({run.parameter: run.blocks for run in runs if run.blocks is not None})
+    optimizer.prepare_step(
+        grad_scale=factor, copies=copies if near else None, gradients=gradients, blocks=blocks, parts=parts
+    )
     return near
 
 

@@ -37,7 +37,7 @@ def start_norm(gradients: ReducedGradients, norm_type: float, agreement: Agreeme
         norm_type: p, `inf` for the maximum.
         agreement: to sum over ranks.
     """
-    norms = gradients.norms(norm_type)
+    norms = gradients.norms(norm_type) if agreement.topology.first_replica else []
     local = _together(norms) if norms else torch.zeros(1, dtype=torch.float64)
     if math.isinf(norm_type):
         worst = local.max()

@@ -14,23 +14,28 @@ from torch import nn
 from ds_lightning.errors import ConfigError
 from ds_lightning.optim.adagrad import Adagrad, CPUAdagrad
 from ds_lightning.optim.adam import Adam, AdamW, CPUAdam, FusedAdam
+from ds_lightning.optim.adam8bit import Adam8bit, AdamW8bit
 from ds_lightning.optim.lion import CPULion, FusedLion, Lion
+from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sgd import SGD
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-) | {Adam, AdamW, FusedAdam, CPUAdam, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD}
+) | {Adam, AdamW, FusedAdam, CPUAdam, Adam8bit, AdamW8bit, Lion, FusedLion, CPULion, Adagrad, CPUAdagrad, SGD}
 _WHOLE = frozenset(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(torch.optim, name))
 
+_INSTEAD = {kind: "stage 0, ds_lightning.optim.Muon" for kind in _WHOLE if kind.__name__ == "Muon"}
 
-def check_supported(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool) -> bool:
+
+def check_supported(optimizer: torch.optim.Optimizer, stage: int, allow_untested: bool, on_disk: bool = False) -> bool:
     """Whether `optimizer` may step on slices.
 
     Args:
         optimizer: the user's.
         stage: ZeRO stage; at stage 0 any optimizer works, one that needs whole tensors steps on whole tensors.
         allow_untested: `zero_allow_untested_optimizer`: take the user's word for an unknown class.
+        on_disk: its states are on disk, and it steps tile by tile.
 
     Raises:
         ConfigError: for an optimizer that cannot work at this stage, by name.
@@ -42,6 +47,14 @@ def check_supported(optimizer: torch.optim.Optimizer, stage: int, allow_untested
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError("SparseAdam needs sparse gradients, which are not supported yet (sparse_gradients).")
+    if takes_parts(optimizer):
+        if on_disk:
+            raise ConfigError(
+                f"{kind.__name__} looks at whole tensors, so it cannot step tile by tile on states on disk "
+                "(offload_optimizer.device: nvme). Use offload_optimizer.device: cpu, or an element-wise optimizer "
+                "(Adam, AdamW, SGD ...)."
+            )
+        return True
     if kind in _ELEMENTWISE:
         return True
     if kind in _WHOLE:
@@ -53,10 +66,15 @@ def check_supported(optimizer: torch.optim.Optimizer, stage: int, allow_untested
     if not elementwise and stage > 0:
         raise ConfigError(
             f"{kind.__name__} {why}, so it is not supported yet at zero_optimization.stage={stage}, where each rank "
-            "steps on slices of tensors. Use stage 0, an element-wise optimizer (Adam, AdamW, SGD ...), or, if you "
-            "know that it is element-wise, zero_allow_untested_optimizer: true."
+            f"steps on slices of tensors. Use {_INSTEAD.get(kind, 'stage 0')}, an element-wise optimizer (Adam, AdamW, "
+            "SGD ...), or, if you know that it is element-wise, zero_allow_untested_optimizer: true."
         )
     return elementwise
+
+
+def takes_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer steps on slices and is told which parameters lie in them; see [Note: tensors in parts]."""
+    return isinstance(optimizer, NativeOptimizer) and optimizer.needs_parts
 
 
 def _probe(optimizer: torch.optim.Optimizer) -> tuple[bool, str]:
@@ -106,8 +124,13 @@ def element_states(optimizer: torch.optim.Optimizer, group: int, dtype: torch.dt
         dtype: of the parameters it steps on.
 
     Raises:
-        ConfigError: when no twin can be made from the optimizer's defaults.
+        ConfigError: when no twin can be made from the optimizer's defaults, or its states are encoded.
     """
+    if isinstance(optimizer, NativeOptimizer) and optimizer.codec is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps encoded states, which offload_optimizer.device: nvme does not write. "
+            "Use offload_optimizer.device: cpu (its states are small), or an optimizer with fp32 states."
+        )
     with torch.enable_grad(), torch.inference_mode(False):
         parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
         parameter.grad = torch.ones_like(parameter)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from ds_lightning.errors import ConfigError
+from ds_lightning.ops.blocks import Blocks
 from ds_lightning.ops.optim import increment
+from ds_lightning.optim.codec import StateCodec
+from ds_lightning.optim.parts import Parts
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TORCH_ONLY = frozenset({"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"})
@@ -23,6 +26,8 @@ class Preparation:
     grad_scale: float = 1.0
     copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
     gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    blocks: Mapping[Tensor, Blocks] = field(default_factory=dict)
+    parts: Parts | None = None
 
 
 _NOTHING = Preparation()
@@ -74,6 +79,12 @@ class NativeOptimizer(torch.optim.Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
     """Keys of the states with one value per element."""
 
+    codec: ClassVar[StateCodec | None] = None
+    """How states are kept, where that is not as `torch.optim` keeps them."""
+
+    needs_parts: ClassVar[bool] = False
+    """Whether a step looks at whole parameters, and so must know which of them lie in the tensors of the groups."""
+
     _preparation: Preparation = _NOTHING
 
     def __init__(
@@ -94,6 +105,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         grad_scale: float = 1.0,
         copies: Mapping[Tensor, Tensor] | None = None,
         gradients: Mapping[Tensor, Tensor] | None = None,
+        blocks: Mapping[Tensor, Blocks] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """Have the next `step()`, and no later one, do more in its pass over memory.
 
@@ -103,8 +116,12 @@ class NativeOptimizer(torch.optim.Optimizer):
                 updated values.
             gradients: what to use instead of `p.grad`, by parameter; they may be of 16 bits, which torch does not
                 accept as `p.grad` of an fp32 parameter.
+            blocks: for states that are made in this step and that are encoded in blocks, how to cut them, by parameter;
+                one segment where nothing is said.
+            parts: which parameters lie where in the tensors of the groups, for optimizers that look at whole ones;
+                None: each tensor is a parameter.
         """
-        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {})
+        self._preparation = Preparation(float(grad_scale), copies or {}, gradients or {}, blocks or {}, parts)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,10 +140,14 @@ class NativeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             self._refuse(group)
-            slices = self._slices(group, preparation)
-            if slices.params:
-                self._step(group, slices, preparation.grad_scale)
+        self._step_groups([self._slices(group, preparation) for group in self.param_groups], preparation)
         return loss
+
+    def _step_groups(self, slices: Sequence[Slices], preparation: Preparation) -> None:
+        """Update the parameters of all groups."""
+        for group, part in zip(self.param_groups, slices, strict=True):
+            if part.params:
+                self._step(group, part, preparation.grad_scale)
 
     def _step(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
         """Update the parameters of one group."""
@@ -248,7 +269,7 @@ def moment_dtype_name(moment_dtype: str | torch.dtype, fp32_optimizer_states: bo
 
 
 def _moment_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
-    name = group["moment_dtype"]
+    name = group.get("moment_dtype", "fp32")
     if name == "param" or param.dtype == torch.float64:
         return param.dtype
     return _DTYPES[name]

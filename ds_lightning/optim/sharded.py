@@ -19,7 +19,9 @@ from torch import nn
 
 from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.layout.flat import ALIGNMENT, Piece
-from ds_lightning.offload.stored import Values
+from ds_lightning.offload.stored import Stored, Values
+from ds_lightning.ops.blocks import Blocks
+from ds_lightning.optim.codec import decoded_values
 from ds_lightning.optim.gradients import OnDisk, ReducedGradients
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.unit_states import Elements, UnitState
@@ -46,6 +48,7 @@ class Run:
         slots: the slots of the unit that it overlaps, in order.
         parameter: view of the unit's master values; without elements while these are on disk.
         stored: keys of its states that are on disk.
+        blocks: how its states are cut, where the optimizer encodes them in blocks.
     """
 
     gradients: UnitGradients
@@ -55,6 +58,7 @@ class Run:
     slots: tuple[int, ...]
     parameter: nn.Parameter
     stored: tuple[str, ...] = ()
+    blocks: Blocks | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -89,16 +93,25 @@ class ShardedOptimizer:
         optimizer: the user's; its groups and itself stay the same objects.
         first_group: index of its first group among the groups of all optimizers.
         elementwise: whether it may step on slices; otherwise every run is one whole parameter.
+        in_parts: whether it steps on slices all at once, and is told which parameters lie in them. Its runs are then
+            cut at the borders of ranks also where this rank has all of them, so that it does the same at every stage.
         tile: `sub_group_size`, the most elements in a run.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, first_group: int, elementwise: bool, tile: int = 2**63 - 1
+        self,
+        optimizer: torch.optim.Optimizer,
+        first_group: int,
+        elementwise: bool,
+        tile: int = 2**63 - 1,
+        in_parts: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.first_group = first_group
         self.elementwise = elementwise
+        self.in_parts = in_parts
         self.tile = -(-tile // ALIGNMENT) * ALIGNMENT  # so that every run has elements of some parameter
+        self.codec = optimizer.codec if isinstance(optimizer, NativeOptimizer) else None
         self.runs: list[Run] = []
         self.units: tuple[UnitGradients, ...] = ()  # that have parameters of this optimizer; set by the engine
         self._users: list[list[nn.Parameter]] | None = None
@@ -117,8 +130,7 @@ class ShardedOptimizer:
 
     def adopt(self, gradients: UnitGradients) -> None:
         """Make runs for the part of a unit that this rank updates."""
-        buffers = gradients.buffers
-        for piece in gradients.unit.pieces(buffers.start, buffers.stop):
+        for piece in self._pieces(gradients):
             if piece.group not in self.groups:
                 continue
             if self.elementwise:
@@ -133,17 +145,35 @@ class ShardedOptimizer:
                     self.runs.append(run)
         self.take_user_state(gradients)
 
+    def _pieces(self, gradients: UnitGradients) -> Iterator[Piece]:
+        """The part of a unit that this rank updates, by group."""
+        buffers, unit = gradients.buffers, gradients.unit
+        if not (self.in_parts and buffers.keeps_all):
+            yield from unit.pieces(buffers.start, buffers.stop)
+            return
+        for rank in range(unit.world_size):
+            yield from unit.pieces(*unit.owned(rank))
+
     def _cuts(self, gradients: UnitGradients, piece: Piece) -> Iterator[tuple[int, int]]:
         """The ranges of a piece that are stepped on at once; those on disk lie within tiles of their file."""
         swap = gradients.home.swap if gradients.home is not None else None
         start = piece.start
+        size = self._block_size(piece.group)
         while start < piece.stop:
             stop = min(start + self.tile, piece.stop)
+            if size and stop < piece.stop:  # a cut within a block would make two of it
+                stop = gradients.unit.block_cut(start, stop, size)
             if swap is not None:
                 first, tile = gradients.buffers.start, swap.layout.tile
                 stop = min(first + ((start - first) // tile + 1) * tile, piece.stop)
             yield start, stop
             start = stop
+
+    def _block_size(self, group: int) -> int:
+        """Elements of a block of states; 0 where they are not encoded in blocks."""
+        if self.codec is None:
+            return 0
+        return self.codec.block_size(self.optimizer.param_groups[group - self.first_group])
 
     def drop(self, gradients: UnitGradients) -> None:
         """Forget the runs of a unit and their state."""
@@ -164,11 +194,29 @@ class ShardedOptimizer:
                 parameter = nn.Parameter(torch.empty(0, dtype=gradients.unit.master_dtype))
             else:
                 parameter = nn.Parameter(buffers.master[start - buffers.start : stop - buffers.start])
-        return Run(gradients, piece.group - self.first_group, start, stop, slots, parameter)
+        run = Run(gradients, piece.group - self.first_group, start, stop, slots, parameter)
+        if size := self._block_size(piece.group):
+            run.blocks = Blocks(size, torch.tensor(gradients.unit.block_borders(start, stop, size)))
+        return run
+
+    def _decoded(self, run: Run) -> Mapping[str, Any]:
+        """The state of a run as torch has it."""
+        return decoded_values(self.codec, self.optimizer.state.get(run.parameter) or {})
+
+    def _keep(self, run: Run, state: dict[str, Any]) -> dict[str, Any]:
+        """Give a run a state that torch would have; returns it as it is kept."""
+        if self.codec is not None and run.blocks is not None:
+            state = self.codec.encoded(state, run.blocks)
+        self.optimizer.state[run.parameter] = state
+        return state
 
     def _split(self, run: Run) -> list[Run]:
         """One run per parameter, with the state that belongs to it."""
-        state = self.optimizer.state.pop(run.parameter, {})
+        state = {
+            key: value.read().to(run.parameter.device) if isinstance(value, Stored) else value
+            for key, value in self._decoded(run).items()
+        }
+        self.optimizer.state.pop(run.parameter, None)
         parts = []
         for slot in run.slots:
             start, stop = run.overlap(slot)
@@ -177,12 +225,13 @@ class ShardedOptimizer:
             part = self._run(run.gradients, piece, start, stop)
             part.stored = run.stored
             if state:
-                self.optimizer.state[part.parameter] = {
+                own = {
                     key: value[start - run.start : stop - run.start]
                     if per_element(value, run.shape)
                     else copy.deepcopy(value)
                     for key, value in state.items()
                 }
+                self._keep(part, own)
             parts.append(part)
         return parts
 
@@ -218,7 +267,8 @@ class ShardedOptimizer:
         near: list[Run] = []
         apart: list[Run] = []
         for run in runs:
-            (apart if run.gradients.home is not None and run.gradients.home.steps_apart else near).append(run)
+            home = run.gradients.home
+            (apart if home is not None and home.steps_apart and not self.in_parts else near).append(run)
         self.attach(near)
         self.show(near)
         self._near = near
@@ -244,6 +294,12 @@ class ShardedOptimizer:
     def near(self) -> list[Run]:
         """What is not stepped on apart, in a step."""
         return self._near
+
+    def done(self, runs: Sequence[Run]) -> None:
+        """These runs have had their step; the groups hold the others."""
+        over = set(map(id, runs))
+        self._near = [run for run in self._near if id(run) not in over]
+        self.show(self._near)
 
     def swap_out(self) -> None:
         """Put the user's parameters back. Safe to call twice, or after a failed step."""
@@ -310,7 +366,11 @@ class ShardedOptimizer:
         taken = {}
         for slot, parameter in zip(gradients.unit.slots, gradients.parameters, strict=True):
             if slot.group in self.groups and state.get(parameter):
-                taken[slot.name] = state.pop(parameter)
+                found = decoded_values(self.codec, state.pop(parameter))
+                taken[slot.name] = {
+                    key: value.read().view(slot.shape) if isinstance(value, Stored) else value
+                    for key, value in found.items()
+                }
         if taken:
             self.load_unit(gradients, taken)
 
@@ -350,6 +410,8 @@ class ShardedOptimizer:
                 state[key] = value
                 continue
             dtype = run.parameter.dtype if value.is_floating_point() else value.dtype
+            if (self.codec is not None or run.gradients.buffers.narrow) and value.is_floating_point():
+                dtype = torch.float32
             target = before.get(key)  # its memory serves again
             if not torch.is_tensor(target) or target.shape != shape or target.dtype != dtype:
                 with torch.inference_mode(False):
@@ -360,24 +422,23 @@ class ShardedOptimizer:
                 source = flat_range(states[place.name][key], start - place.start, stop - place.start)
                 target.view(-1)[start - run.start : stop - run.start].copy_(source)
             state[key] = target
-        self.optimizer.state[run.parameter] = state
-        put_away(run, state)
+        put_away(run, self._keep(run, state))
 
     def unit_state(self, gradients: UnitGradients) -> UnitState:
         """State of a unit's runs on this rank, by parameter name and key."""
         found: dict[str, dict[str, Any]] = {}
         for run in self.runs:
-            state = self.optimizer.state.get(run.parameter)
-            if run.gradients is not gradients or not (state or run.stored):
+            if run.gradients is not gradients or not (self.optimizer.state.get(run.parameter) or run.stored):
                 continue
-            elements = _elements_of(run, state or {})
+            state = self._decoded(run)
+            elements = _elements_of(run, state)
             for slot in run.slots:
                 start, stop = run.overlap(slot)
                 entry = found.setdefault(gradients.unit.slots[slot].name, {})
                 for key, value in elements.items():
                     piece = (start, value[start - run.start : stop - run.start])
                     entry.setdefault(key, Elements(value.dtype)).pieces.append(piece)
-                entry.update({key: value for key, value in (state or {}).items() if key not in elements})
+                entry.update({key: value for key, value in state.items() if key not in elements})
         return found
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -423,7 +484,8 @@ class ShardedOptimizer:
 
 def _elements_of(run: Run, state: Mapping[str, Any]) -> dict[str, Values]:
     """The states of a run with one value per element, 1-D, in memory or on disk."""
-    found: dict[str, Values] = {k: v.reshape(-1) for k, v in state.items() if per_element(v, run.shape)}
+    found: dict[str, Values] = {k: v for k, v in state.items() if isinstance(v, Stored)}
+    found.update({k: v.reshape(-1) for k, v in state.items() if per_element(v, run.shape)})
     if run.stored:
         home = run.gradients.home
         assert home is not None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+
+from ds_lightning.config.schema import DeepSpeedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,8 @@ class DtypePolicy:
     Attributes:
         compute: 16-bit dtype of parameters while they compute; None leaves each as it is.
         frozen_masters: keep what the user gave in fp32 of frozen matrices too.
+        narrow_masters: matrices have no fp32 master; their optimizer's results are rounded stochastically.
+        narrow_states: with `narrow_masters`, optimizer states of matrices are kept in bf16 too.
         low: 16-bit dtype in which gradients of `safe` modules travel where parameters stay in fp32; None: as they are.
         safe: classes of these modules.
 
@@ -34,6 +38,15 @@ class DtypePolicy:
 
     compute: torch.dtype | None = None
     frozen_masters: bool = False
+    narrow_masters: bool = False
+    narrow_states: bool = False
+
+    def with_masters_of(self, config: DeepSpeedConfig) -> DtypePolicy:
+        """The policy with what `*_master_weights_and_grads` and `bf16_optimizer_states` of a configuration say."""
+        fp16 = self.compute is torch.float16 and config.fp16.fp16_master_weights_and_grads
+        bf16 = self.compute is torch.bfloat16 and config.bf16.bf16_master_weights_and_grads
+        return replace(self, narrow_masters=fp16 or bf16, narrow_states=bf16 and config.bf16.bf16_optimizer_states)
+
     low: torch.dtype | None = None
     safe: tuple[type[nn.Module], ...] = ()
 
@@ -55,7 +68,8 @@ class DtypePolicy:
             or isinstance(owner, nn.RNNBase | nn.RNNCellBase)
         ):
             return given, given
-        return self.compute, self.compute if frozen and not self.frozen_masters else given
+        narrow = not self.frozen_masters if frozen else self.narrow_masters
+        return self.compute, self.compute if narrow else given
 
     def travels(self, owners: Iterable[nn.Module], given: torch.dtype) -> torch.dtype | None:
         """In which dtype gradients of a parameter travel; None: in the dtype in which it computes.

@@ -284,6 +284,9 @@ class ZeroPrecision(Precision):
             current = 1.0 if sharded.first_group in self._unscaled else self._scale_in_backward
             if current != scale:
                 sharded.reduced_gradients().scale_(scale / current)
+        feedback = None if self._engine is None else self._engine.transport.feedback
+        if feedback is not None and scale != self._scale_in_backward:
+            feedback.rescale(scale / self._scale_in_backward)
         self._unscaled.clear()
         self._scale_in_backward = scale
 
@@ -291,6 +294,7 @@ class ZeroPrecision(Precision):
         """Unscale an optimizer's gradients, once; whether they overflowed on any rank. Collective."""
         engine = self._engine
         assert engine is not None
+        engine.reducer.settle()
         if self.loss_scaler is None and not self.check_grad_overflow:
             return False
         overflow, backwards = self._unscaled.get(sharded.first_group, (False, -1))
@@ -315,6 +319,8 @@ class ZeroPrecision(Precision):
         if overflow:
             engine.norms.step_begins(sharded)
             self.skipped_steps += 1
+            if engine.transport.feedback is not None:
+                engine.transport.feedback.forget()
         else:
             try:
                 optimizer.step(**kwargs)

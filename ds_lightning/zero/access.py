@@ -58,6 +58,7 @@ def gathered(
         ReleasedParameterError: on exit, when a parameter was changed without `modifier_rank`.
 
     Under `16-mixed` and `bf16-mixed` matrices show their 16-bit values, which compute; `full_param` gives fp32 masters.
+    Inside a step, with `zero_quantized_weights`, they show what was sent of them.
     """
     if isinstance(module_or_params, nn.Module):
         parameters = list(module_or_params.parameters())
@@ -109,6 +110,7 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None if parameter.grad is None else parameter.grad.detach().clone()
     if not gradients.valid or not gradients.present[place]:
         return None
+    engine.reducer.settle()
     slot = unit.slots[place]
     if gradients.whole:
         full = gradients.read(0, unit.numel)
@@ -152,14 +154,17 @@ def grad_norms(module: nn.Module, norm_type: float = 2, group_separator: str = "
     if norm_type <= 0:
         raise ConfigError(f"norm_type must be a positive number or inf, not {norm_type}.")
     pieces: dict[str, torch.Tensor | None] = {}
-    engine = None
-    for name, parameter in module.named_parameters():
-        engine = engine_of(parameter) or engine
+    parameters = dict(module.named_parameters())
+    engine = next((found for found in map(engine_of, parameters.values()) if found is not None), None)
+    if engine is not None:
+        engine.reducer.settle()
+    for name, parameter in parameters.items():
         pieces[name] = _owned_gradient(parameter)
     present = {name: piece for name, piece in pieces.items() if piece is not None}
     if not present:
         return {}
-    local = [float(piece.double().norm(norm_type)) if piece.numel() else 0.0 for piece in present.values()]
+    counts = engine is None or engine.topology.first_replica  # each element once
+    local = [float(piece.double().norm(norm_type)) if piece.numel() and counts else 0.0 for piece in present.values()]
     votes = torch.tensor(local, dtype=torch.float64)
     infinite = norm_type == float("inf")
     if not infinite:

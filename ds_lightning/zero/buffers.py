@@ -13,6 +13,7 @@ from ds_lightning.offload.homes import UnitHome
 from ds_lightning.offload.stored import Values
 from ds_lightning.offload.tiles import MASTER, SHARD
 from ds_lightning.ops.memory import keep_freed_memory, return_freed_memory
+from ds_lightning.zero.frozen import QuantizedChunk
 from ds_lightning.zero.plan import StagePlan
 
 ReadParameter = Callable[[nn.Parameter], torch.Tensor]
@@ -71,21 +72,30 @@ class UnitBuffers:
         plan: the stage.
         rank: this rank.
         home: where values live that are offloaded; None keeps everything on the device.
+        packed: keep this rank's values as int8.
 
     Attributes:
         full: `[unit.numel]` in the compute dtype; the parameters are views of it. At stage 3 its storage is empty
             while the unit is released, but stays the same object: autograd saves views of weights, so a gather must
             land in the same storage.
         master: what this rank keeps and its optimizer updates: `[chunk]`, or `[unit.numel]` where the optimizer is not
-            sharded. A view of `full` wherever device, dtype and stage allow; without elements where it is on disk.
+            sharded. A view of `full` wherever device, dtype and stage allow; without elements where it is on disk, or
+            packed.
         aliased: whether updating master values updates `full`.
         start: where the master values begin in the unit.
         stop: the element behind them.
         shard: this rank's chunk in the compute dtype, what a gather reads; None where it reads `master` or a disk.
+        quantized: this rank's chunk as int8; None where it is not packed.
     """
 
     def __init__(
-        self, unit: Unit, parameters: Sequence[nn.Parameter], plan: StagePlan, rank: int, home: UnitHome | None = None
+        self,
+        unit: Unit,
+        parameters: Sequence[nn.Parameter],
+        plan: StagePlan,
+        rank: int,
+        home: UnitHome | None = None,
+        packed: bool = False,
     ) -> None:
         self.unit = unit
         self.parameters = list(parameters)
@@ -99,6 +109,8 @@ class UnitBuffers:
         self.full = torch.empty(0)
         self.master = torch.empty(0)
         self.shard: torch.Tensor | None = None
+        self.quantized: QuantizedChunk | None = None
+        self._packed = packed
         self.aliased = False
         self.views: list[torch.Tensor] = []
         self._aside: tuple[torch.Tensor, torch.Tensor] | None = None  # copies of master values and `full`
@@ -123,7 +135,9 @@ class UnitBuffers:
             # A view costs nothing, but would keep the whole unit alive where the unit is to be released.
             keeps_views = self.home is None or self.home.keeps_views
             self.aliased = self.full is values and not self.sharded and keeps_views
-            if self.home is None:
+            if self._packed:
+                self.quantized = QuantizedChunk(own, unit.master_dtype)
+            elif self.home is None:
                 self.master = own if self.aliased else own.clone()
             else:
                 self.master = own if self.aliased else self.home.take_master(own)
@@ -137,6 +151,11 @@ class UnitBuffers:
     def numel(self) -> int:
         """Master values on this rank."""
         return self.stop - self.start
+
+    @property
+    def narrow(self) -> bool:
+        """Whether master values have fewer bits than the user gave; see [Note: masters of 16 bits]."""
+        return self.unit.trainable and self.unit.master_dtype != self.unit.saved_dtype
 
     @property
     def keeps_all(self) -> bool:
@@ -153,7 +172,7 @@ class UnitBuffers:
         if self.on_disk:
             assert self.home is not None
             return self.home.stored(MASTER)
-        return self.master
+        return self.master if self.quantized is None else self.quantized.read()
 
     def read_master(self) -> torch.Tensor:
         """Master values of `[start, stop)`, not to be changed: a view, or a copy of what is on disk."""
@@ -167,6 +186,8 @@ class UnitBuffers:
         if self.on_disk:
             assert self.home is not None
             self.home.write(MASTER, first, values)
+        elif self.quantized is not None:
+            self.quantized.write(first, values)
         else:
             self.master[first:last].copy_(values.view_as(self.master[first:last]))
         if self.shard is not None:
@@ -196,6 +217,8 @@ class UnitBuffers:
             self.own_chunk().copy_(self.shard, non_blocking=True)
         elif self.home is not None and (self.home.shard_on_disk or self.on_disk):
             self.home.load_shard(self.own_chunk())
+        elif self.quantized is not None:
+            self.quantized.copy_to(self.own_chunk())
         else:
             self.own_chunk().copy_(self.master, non_blocking=True)
 
@@ -259,6 +282,7 @@ class UnitBuffers:
         """Bytes held in memory between steps, on the device or the host."""
         held = 0 if self.sharded else self.full.nbytes
         held += 0 if self.shard is None else self.shard.nbytes
+        held += 0 if self.quantized is None else self.quantized.nbytes
         return held + (0 if self.aliased else self.master.nbytes)
 
     def dissolve(self, values: torch.Tensor) -> None:

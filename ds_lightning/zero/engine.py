@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,12 @@ from ds_lightning.errors import ConfigError, ReleasedParameterError
 from ds_lightning.layout.flat import Layout, Unit, build_layout
 from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, named_parameters, scope_of
 from ds_lightning.offload.homes import Homes, UnitHome
-from ds_lightning.optim.apart import StepsApart, prepare
+from ds_lightning.offload.policy import Home
+from ds_lightning.optim.apart import StepsApart, copy_out, prepare
 from ds_lightning.optim.clip import GradientNorms
-from ds_lightning.optim.elementwise import check_supported, element_states
+from ds_lightning.optim.elementwise import check_supported, element_states, takes_parts
+from ds_lightning.optim.narrow import step_narrow
+from ds_lightning.optim.run_parts import PartsOfSteps
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
@@ -34,6 +38,7 @@ from ds_lightning.zero.residency import ResidencyManager
 from ds_lightning.zero.resting import RestingParameters
 from ds_lightning.zero.state_dicts import StateDicts
 from ds_lightning.zero.table import ParameterTable
+from ds_lightning.zero.transport import Transport
 from ds_lightning.zero.values import FullValues
 from ds_lightning.zero.watch import GRAD_GETTER, check_gradient
 
@@ -103,11 +108,13 @@ class ZeroEngine:
         self.homes = self._make_homes()
         self.norms = GradientNorms(self.agreement)
         self.units: dict[int, UnitBuffers] = {}
-        self.residency = ResidencyManager((), self.collectives, self.options.allgather_piece, self._touch)
+        self.transport = Transport(self.collectives, self.pool, self.options.transport)
+        self.residency = ResidencyManager((), self.transport, self.options.allgather_piece, self._touch)
         self.reducer = GradientReducer(
             (),
             plan,
             self.collectives,
+            self.transport,
             self.agreement,
             self.pool,
             self.options.reduce,
@@ -117,6 +124,7 @@ class ZeroEngine:
         self._publishing: list[Pending] = []
         self._copied = False  # whether the step under way puts new values where parameters are
         self._steps_within = 0
+        self._parts = PartsOfSteps(topology, self.agreement, self.ledger)
         buffer_sync = BufferSync(module, self.collectives)
         self.passes = Passes(
             self.units,
@@ -140,7 +148,7 @@ class ZeroEngine:
         )
         self.state_dicts = StateDicts(self.units, self.table, self.values, self.residency, self.agreement)
         specs = self._specs(named, self.resting.groups(self.optimizers))
-        self._add_units(build_layout(specs, topology.world_size, self.options.layout), read or _value)
+        self._add_units(self._lay_out(specs), read or _value)
         buffer_sync.run()
         self._hook_everything()
         self._take_stock()
@@ -154,12 +162,15 @@ class ZeroEngine:
 
     def _wrap(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[ShardedOptimizer]:
         check_optimizers(list(optimizers), self.table)
+        offload = self.options.offload
+        on_disk = offload is not None and offload.optimizer is Home.DISK and self.plan.shard_optimizer
         return [
             ShardedOptimizer(
                 optimizer,
                 place * GROUPS,
-                check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer),
+                check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer, on_disk),
                 self.options.tile,
+                takes_parts(optimizer),
             )
             for place, optimizer in enumerate(optimizers)
         ]
@@ -178,7 +189,8 @@ class ZeroEngine:
             current = self.table.place_of(names[0])
             given = parameter.dtype if current is None else current[0].given_dtype
             dtype, master = policy.of(self._owners[names[0]], given, parameter.ndim, frozen)
-            if current is not None and group >= 0 and master.itemsize < 4 and policy.compute is not None:
+            wide = policy.compute is not None and not policy.narrow_masters
+            if current is not None and group >= 0 and master.itemsize < 4 and wide:
                 master = torch.float32  # given in 16 bit and unfrozen
             scope = scope_of(names, scopes)
             active = parameter.requires_grad
@@ -198,7 +210,14 @@ class ZeroEngine:
         policy, plan = self.options.offload, self.plan
         if policy is None or not plan.shard_optimizer:
             return None
-        return Homes(policy, self.topology.device, plan.shard_params, self.options.tile, self.topology.rank)
+        return Homes(policy, self.topology.device, plan.shard_params, self.options.tile, self.topology.shard_rank)
+
+    def _lay_out(self, specs: Sequence[ParamSpec], first: int = 0) -> Layout:
+        options = replace(self.options.layout, alignment=self.options.transport.alignment(self.topology))
+        layout = build_layout(specs, self.topology.shard_count, options, first)
+        for unit in layout.units:
+            self.transport.check(unit)
+        return layout
 
     def _admit(self, units: Sequence[Unit]) -> Mapping[int, UnitHome]:
         """Homes for new units. Collective: a disk that is too small on one rank is an error on all."""
@@ -225,7 +244,8 @@ class ZeroEngine:
         homes = self._admit(layout.units)
         for unit in layout.units:
             parameters = [self.table.parameter(slot.name) for slot in unit.slots]
-            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.rank, homes.get(unit.index))
+            packed = self.plan.shard_params and self.transport.packs(unit)
+            buffers = UnitBuffers(unit, parameters, self.plan, self.topology.shard_rank, homes.get(unit.index), packed)
             buffers.fill(read, partial(self.collectives.broadcast, what=unit.name), self.topology.device)
             self.units[unit.index] = buffers
             self.table.place(unit)
@@ -248,12 +268,13 @@ class ZeroEngine:
 
     def rounded(self) -> set[str]:
         """Parameters that were given in fp32 and are frozen, so that only their 16-bit values are kept."""
-        narrow = (b.unit for b in self.units.values() if b.unit.saved_dtype != b.unit.master_dtype)
+        kept = (b.unit for b in self.units.values() if not b.unit.trainable)
+        narrow = (unit for unit in kept if unit.saved_dtype != unit.master_dtype)
         return {slot.name for unit in narrow for slot in unit.slots}
 
     def _tell_of_rounding(self, layout: Layout) -> None:
         """Once: what was given in fp32 is kept in 16 bit."""
-        narrow = [unit for unit in layout.units if unit.saved_dtype != unit.master_dtype]
+        narrow = [unit for unit in layout.units if unit.saved_dtype != unit.master_dtype and not unit.trainable]
         if self._tell is None or not narrow:
             return
         slots = [slot for unit in narrow for slot in unit.slots]
@@ -348,7 +369,7 @@ class ZeroEngine:
                 values[id(parameter)] = full[slot.start : slot.stop].view(slot.shape).clone()
             self._remove_unit(index)
         first = max(list(self.units) + sorted(affected)) + 1
-        layout = build_layout(specs, self.topology.world_size, self.options.layout, first)
+        layout = self._lay_out(specs, first)
         self._add_units(layout, lambda parameter: values.pop(id(parameter)))
         for companion, elements in zip(self.companions, kept, strict=True):
             companion.enter([unit.index for unit in layout.units], elements)
@@ -378,11 +399,12 @@ class ZeroEngine:
         for parameter in buffers.parameters:
             parameter.__class__ = nn.Parameter
         self.hooks.remove_gradients(index)
+        self._parts.forget()
         if index in self.reducer.units:
             for sharded in self.optimizers:
                 sharded.drop(self.reducer.units[index])
             self.reducer.remove(index)
-        self.residency.units.pop(index)
+        self.residency.remove(index)
         if self.homes is not None:
             self.homes.drop(index)
 
@@ -437,24 +459,31 @@ class ZeroEngine:
                 "outside of `swapped()`."
             )
         self.values.absorb()
+        self.reducer.settle()
         self.norms.step_begins(sharded)
         self._steps_within = 0
         apart = sharded.swap_in()
         if self._apart is not None:
             self.residency.forget_expected()
             self._apart.step(sharded, apart, self._publishing)
-        self._copied = prepare(sharded, sharded.near)
+        if self.options.dtypes.narrow_masters:
+            step_narrow(sharded, torch.bfloat16 if self.options.dtypes.narrow_states else None)
+        self._copied = prepare(sharded, sharded.near, parts=self._parts.of(sharded))
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
         if self._steps_within:
             self._steps_within -= 1
             return
+        if sharded.in_parts and not self._copied:
+            copy_out(sharded.near)
         sharded.swap_out()
         self.steps += 1
+        if self.transport.feedback is not None:
+            self.transport.feedback.stepped()
         touched = sharded.touched_units()
         publishing, self._publishing = self._publishing, []
         for index in touched:
-            if not self._steps_apart(index):
+            if sharded.in_parts or not self._steps_apart(index):
                 publishing += self.residency.publish(index, self._copied)
         for work in publishing:
             work.wait()
@@ -486,6 +515,7 @@ class ZeroEngine:
         return (
             sum(buffers.state_nbytes for buffers in self.units.values())
             + (self.homes.buffer_bytes if self.homes is not None else 0)
+            + self.transport.state_nbytes
             + self.reducer.state_nbytes
             + sum(sharded.state_nbytes for sharded in self.optimizers)
         )

@@ -21,6 +21,7 @@ class UnitGradients:
         on_disk: the reduced gradient, where it lives on disk.
         valid: whether `grad` holds anything since it was last zeroed.
         present: per slot, whether any rank had a gradient since it was last zeroed.
+        apart: whether `grad` is to be summed over copies of the model yet (MiCS, inside an accumulation window).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class UnitGradients:
         if self.on_disk is not None:
             self.kept = self.on_disk.dtype
         self.valid = False
+        self.apart = False
         self.present = [False] * len(unit.slots)
         self.arrived = bytearray(len(unit.slots))  # in this backward
         self.local: torch.Tensor | None = None  # sum of the micro-batches of a window that is not communicated
@@ -196,7 +198,7 @@ class UnitGradients:
         kept = [slot.group not in groups for slot in self.unit.slots]
         self.present = [present and keep for present, keep in zip(self.present, kept, strict=True)]
         if not any(kept):
-            self.valid = False
+            self.valid = self.apart = False
             self.local = None
             return
         if self.on_disk is not None and self.valid:

@@ -64,7 +64,7 @@ class ShardedConstruction:
         self._topology = topology
         self._tell = tell
         self._shelf = shelf or MemoryShelf()
-        self._collectives = Collectives.create(topology, Ledger())
+        self._collectives = Collectives.create(topology, Ledger(), topology.teams.everyone)
         self._parts: dict[int, tuple[nn.Parameter, Part, torch.Size]] = {}
         self._whole: OrderedDict[int, nn.Parameter] = OrderedDict()  # gathered because someone touched them
         self._largest = 0

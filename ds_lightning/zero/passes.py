@@ -265,7 +265,7 @@ class Passes:
         for index in order.upcoming(min(budget, self._options.max_live - self._residency.live_numel())):
             self._residency.prefetch(index)
         if self._options.read_ahead:
-            self._residency.expect(order.upcoming(self._options.read_ahead * self._agreement.topology.world_size))
+            self._residency.expect(order.upcoming(self._options.read_ahead * self._agreement.topology.shard_count))
 
     def _sharded(self) -> list[int]:
         return [index for units in self._scope_units.values() for index in units]

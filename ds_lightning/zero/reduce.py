@@ -10,6 +10,9 @@ unused parameters cost no communication.
 
 [Note: one reducer] The mean of a gradient is `1/world_size * ((g_0 + g_1) + g_2 ...)`, summed in rank order in fp32 (or
 wider), at every stage; `Averaging` has the other factors. Stage 0 then gathers the shards; stages 1-3 keep them.
+
+[Note: copies of the model] Under MiCS the sum over a shard group is added up in every micro-batch, and that over copies
+of the model once in an accumulation window, with its last backward. Until then a shard's gradient is `apart`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
 from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.residency import TAGS
+from ds_lightning.zero.transport import Transport
 
 REDUCE_TAG = 1
 EXPOSE_TAG = 2
@@ -63,7 +67,8 @@ class GradientReducer:
     Args:
         units: buffers of the trainable units.
         plan: the stage.
-        collectives: how to reduce.
+        collectives: how to gather (stage 0).
+        transport: how to reduce.
         agreement: how ranks decide what is left.
         pool: scratch memory.
         options: from the configuration.
@@ -76,6 +81,7 @@ class GradientReducer:
         units: Iterable[UnitBuffers],
         plan: StagePlan,
         collectives: Collectives,
+        transport: Transport,
         agreement: Agreement,
         pool: ScratchPool,
         options: ReduceOptions,
@@ -83,6 +89,7 @@ class GradientReducer:
     ) -> None:
         self._plan = plan
         self._collectives = collectives
+        self._transport = transport
         self._agreement = agreement
         self._pool = pool
         self._options = options
@@ -185,11 +192,16 @@ class GradientReducer:
         bounded = gradients.buffers.sharded or not self._plan.shard_params
         while bounded and len(self._in_flight) >= max(limit, 1):
             self._land()
+        tag = unit.index * TAGS + REDUCE_TAG
         with torch.no_grad():
+            for earlier, under_way, _ in self._in_flight if bounded else ():
+                if earlier.buffers.sharded and not earlier.apart:
+                    under_way.advance()
             flat = take(unit.numel)
             self._flatten(gradients, flat)
-        tag = unit.index * TAGS + REDUCE_TAG
-        pending = self._collectives.reduce_scatter(flat, unit.name, tag, self._options.piece, take)
+            pending = self._transport.reduce_scatter(
+                gradients.buffers, flat, tag, self._options.piece, take, later=not self.sync
+            )
         gradients.launched += 1
         self._in_flight.append((gradients, pending, taken))
         if bounded and not limit:
@@ -215,9 +227,15 @@ class GradientReducer:
             accumulate = gradients.valid and (not gradients.exposes or gradients.landed > 0)
             destination = gradients.open(accumulate)
             behind = self._options.averaging.behind(self._collectives.topology.world_size)
-            pending.finish(destination, behind, accumulate)
+            apart = accumulate and gradients.apart
+            if pending.partial and accumulate and not apart:
+                destination.mul_(1.0 / self._transport.copies)  # every copy has it, and they will be summed
+            if apart and not pending.partial:
+                pending.include(destination, behind)
+            pending.finish(destination, behind, accumulate and (pending.partial or not apart))
             gradients.close(destination)
         gradients.valid = True
+        gradients.apart = pending.partial
         gradients.landed += 1
         for tensor in taken:
             self._pool.give(tensor)
@@ -292,15 +310,33 @@ class GradientReducer:
             self._learnt = True
         absent = self._note_presence(units, result[len(units) :])
         self._note_absence(absent)
+        if self.sync:
+            self.settle()
         if not self._plan.shard_optimizer:
             self._gather_gradients([g for g in units if targets[g.unit.index] and g.unit.index not in absent])
+
+    def settle(self) -> None:
+        """Sum what copies of the model hold apart (MiCS). Collective.
+
+        A window's last backward does that; who looks at gradients before calls it.
+        """
+        for index in sorted(self.units):
+            gradients = self.units[index]
+            if not gradients.apart:
+                continue
+            with torch.no_grad():
+                values = gradients.open(accumulate=True)
+                tag = index * TAGS + REDUCE_TAG
+                self._transport.sum_copies(gradients.buffers, values, tag, self._options.piece)
+                gradients.close(values)
+            gradients.apart = False
 
     def _note_absence(self, absent: set[int]) -> None:
         """Choose what is late in the next backward; every rank does so from the same knowledge."""
         for index in absent - self._late:
             gradients = self.units[index]
             if not any(gradients.present):  # what was reduced were zeros
-                gradients.valid = False
+                gradients.valid = gradients.apart = False
                 gradients.grad = None
         # One backward with gradients is not enough to be early again: two networks may train in turns.
         self._late = absent | (self._late & self._absent)

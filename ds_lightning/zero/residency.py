@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch._C import _autograd
 
-from ds_lightning.comm.collectives import Collectives, Pending
+from ds_lightning.comm.collectives import Pending
 from ds_lightning.zero.buffers import UnitBuffers
 from ds_lightning.zero.released import released_class
+from ds_lightning.zero.transport import Transport
 from ds_lightning.zero.watch import ReducedParameter
 
 _RELEASED_VERSION = 1 << 30
@@ -44,13 +45,18 @@ class Residency(Enum):
 
 
 class UnitResidency:
-    """The state of one unit. Owns who needs it; only `ResidencyManager` changes it."""
+    """The state of one unit. Owns who needs it; only `ResidencyManager` changes it.
 
-    __slots__ = ("buffers", "pending", "pins", "released", "state", "sticky", "versions")
+    Attributes:
+        exact: whether what is there, or on its way, are the values of its owners: quantized weights are not.
+    """
+
+    __slots__ = ("buffers", "exact", "pending", "pins", "released", "state", "sticky", "versions")
 
     def __init__(self, buffers: UnitBuffers, released: type[nn.Parameter]) -> None:
         self.buffers = buffers
         self.state = Residency.FULL
+        self.exact = True
         self.pending: Pending | None = None
         self.pins = 0  # `gathered` contexts around it
         self.sticky = False  # touched outside its module: stays until the step or its backward is over
@@ -63,7 +69,7 @@ class ResidencyManager:
 
     Args:
         units: buffers by unit index.
-        collectives: how to gather.
+        transport: how to gather.
         piece: `allgather_bucket_size`, elements per message.
         touch: what to do when released values are wanted outside a gather: called with the unit's index, the function
             and its arguments.
@@ -75,11 +81,11 @@ class ResidencyManager:
     def __init__(
         self,
         units: Iterable[UnitBuffers],
-        collectives: Collectives,
+        transport: Transport,
         piece: int,
         touch: Callable[[int, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
     ) -> None:
-        self._collectives = collectives
+        self._transport = transport
         self._piece = piece
         self._touch = touch
         self.on_demand: Callable[[int], None] | None = None
@@ -103,22 +109,27 @@ class ResidencyManager:
 
     def remove(self, index: int) -> None:
         """Forget a unit, which must be full or not sharded."""
-        entry = self.units.pop(index)
-        assert entry.state is Residency.FULL, "a unit is dissolved from its full values"
+        self.units.pop(index)
+        self._transport.drop(index)
 
     def state(self, index: int) -> Residency:
         """Where the unit's values are."""
         return self.units[index].state
 
-    def gather(self, index: int) -> None:
-        """Make the unit's values available, waiting for them."""
+    def gather(self, index: int, exact: bool = False) -> None:
+        """Make the unit's values available, waiting for them.
+
+        Args:
+            index: the unit.
+            exact: those of their owners, where no others are there already: the ones that compute, in a step.
+        """
         entry = self.units[index]
         if entry.state is Residency.FULL:
             return
         if self.on_demand is not None:
             self.on_demand(index)
             return
-        self._start(entry)
+        self._start(entry, exact)
         self._finish(entry)
 
     def join(self, index: int, keep: bool) -> None:
@@ -130,9 +141,9 @@ class ResidencyManager:
         """
         entry = self.units[index]
         if entry.state is Residency.FULL:
-            buffers = entry.buffers
-            tag = index * TAGS + GATHER_TAG
-            self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece).wait()
+            entry.exact = self._transport.exact(entry.buffers)
+            with torch.no_grad():
+                self._transport.gather(entry.buffers, index * TAGS + GATHER_TAG, self._piece, again=True).wait()
             return
         self._start(entry)
         self._finish(entry)
@@ -144,7 +155,8 @@ class ResidencyManager:
         assert entry.pending is not None
         pending, entry.pending = entry.pending, None
         try:
-            pending.wait()
+            with torch.no_grad():
+                pending.wait()
         except BaseException:
             # What arrived is unknown: leave no parameter that looks whole.
             entry.buffers.free()
@@ -156,20 +168,20 @@ class ResidencyManager:
         _set_versions(tuple(parameters), entry.versions)
         entry.state = Residency.FULL
 
-    def prefetch(self, index: int) -> None:
-        """Start gathering the unit without waiting."""
+    def prefetch(self, index: int, exact: bool = False) -> None:
+        """Start gathering the unit without waiting; see `gather`."""
         if self.on_demand is None:
-            self._start(self.units[index])
+            self._start(self.units[index], exact)
 
-    def _start(self, entry: UnitResidency) -> None:
+    def _start(self, entry: UnitResidency, exact: bool = False) -> None:
         if entry.state is not Residency.SHARDED:
             return
         buffers = entry.buffers
+        entry.exact = exact or self._transport.exact(buffers)
+        tag = buffers.unit.index * TAGS + GATHER_TAG
         with torch.no_grad():
             buffers.allocate()
-            buffers.place_own()
-        tag = buffers.unit.index * TAGS + GATHER_TAG
-        entry.pending = self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece)
+            entry.pending = self._transport.gather(buffers, tag, self._piece, exact)
         entry.state = Residency.GATHERING
 
     def release(self, index: int) -> None:
@@ -243,26 +255,32 @@ class ResidencyManager:
         Returns:
             What is to be waited for.
         """
+        self._transport.outdate((index,))
         entry = self.units[index]
         buffers = entry.buffers
         if entry.state is not Residency.FULL:
             return []
+        tag = index * TAGS + GATHER_TAG
         with torch.no_grad():
-            if buffers.sharded:
-                buffers.place_own()
-            elif not copied:
-                buffers.refresh()
             torch.autograd.graph.increment_version(buffers.parameters)
-            if buffers.keeps_all and not buffers.sharded:
+            if buffers.sharded:
+                return [self._transport.gather(buffers, tag, self._piece, entry.exact)]
+            if not copied:
+                buffers.refresh()
+            if buffers.keeps_all:
                 return []  # every rank updated all of it
-            tag = index * TAGS + GATHER_TAG
-            return [self._collectives.all_gather(buffers.full, buffers.unit.name, tag, self._piece)]
+            return [self._transport.publish(buffers, tag, self._piece)]
+
+    def outdate(self, indices: Iterable[int]) -> None:
+        """The values of these units change, on all ranks alike."""
+        self._transport.outdate(indices)
 
     def expect(self, indices: Iterable[int]) -> None:
         """These units will be gathered soon: begin to read what is on disk."""
         for index in indices:
             entry = self.units[index]
-            if entry.state is Residency.SHARDED and entry.buffers.home is not None:
+            near = self._transport.near(index)
+            if entry.state is Residency.SHARDED and entry.buffers.home is not None and not near:
                 entry.buffers.home.expect()
 
     def forget_expected(self) -> None:

@@ -99,7 +99,8 @@ class StateDicts:
 
     def _is_current(self, index: int) -> bool:
         """Whether a unit's parameters show its master values, or what `gathered` promises instead."""
-        return self._units[index].aliased or self._residency.units[index].pins > 0
+        entry = self._residency.units[index]
+        return self._units[index].aliased or (entry.pins > 0 and entry.exact)
 
     def after_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         """Some module's `state_dict` is filled: put full master values where only shards, or 16-bit values, are."""

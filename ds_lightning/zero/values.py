@@ -116,10 +116,17 @@ class FullValues:
     def gathered(self, parameters: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
         """Full values inside. Collective on entry, and on exit with `modifier_rank`; see `ds_lightning.gathered`."""
         units = sorted({self._table.unit_of(parameter).index for parameter in parameters})
+        inside = self._passes.depth > 0 or self._passes.evaluating
         for index in units:
-            self._residency.prefetch(index)
+            self._residency.prefetch(index, exact=not inside)
         for index in units:
-            self._residency.gather(index)
+            self._residency.gather(index, exact=not inside)
+        if modifier_rank is not None and any(not self._residency.units[index].exact for index in units):
+            raise ConfigError(
+                "ds_lightning.gathered(modifier_rank=...) inside a step shows the quantized weights that compute "
+                "(zero_quantized_weights), from which no weights can be set. Change weights between steps."
+            )
+        for index in units:
             self._residency.units[index].pins += 1
         versions = [parameter._version for parameter in parameters]
         try:
@@ -143,7 +150,7 @@ class FullValues:
     def _rewritten(self, index: int) -> bool:
         """Whether this rank's part of a sharded unit was changed past autograd's eyes, through `.data`."""
         buffers = self._units[index]
-        if not buffers.sharded:
+        if not buffers.sharded or not self._residency.units[index].exact:
             return False
         own = buffers.own_chunk()
         same = buffers.read_master().to(device=own.device, dtype=own.dtype)
@@ -155,6 +162,7 @@ class FullValues:
                 self._collectives.broadcast(parameter.detach(), self._table.name_of(parameter), modifier_rank)
             for index in units:
                 self.absorb_unit(index)
+            self._residency.outdate(units)
 
     # Other values for a while ----------------------------------------------------------------------------------------
 
@@ -247,6 +255,8 @@ class FullValues:
 
     def written(self, units: Iterable[int]) -> None:
         """The engine itself has written these units: that is no news to `absorb`."""
+        units = list(units)
+        self._residency.outdate(units)
         for index in units:
             if index in self._versions:
                 self._versions[index] = versions_of(self._units[index])
@@ -254,6 +264,7 @@ class FullValues:
     def forget(self, index: int) -> None:
         """Whatever was seen of a unit is out of date, and its master values are right."""
         self._versions.pop(index, None)
+        self._residency.outdate((index,))
 
 
 def versions_of(buffers: UnitBuffers) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torch import nn
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.optim import clip as clipping
 from ds_lightning.precision.dtypes import DtypePolicy
+from ds_lightning.teams import Grouping
 from ds_lightning.topology import Topology
 from ds_lightning.zero import access
 from ds_lightning.zero.engine import ZeroEngine
@@ -70,16 +71,22 @@ class Trained:
         return torch.cat([value.double().flatten() for value in self.values.values()])
 
 
-def topology(seconds: float = 30) -> Topology:
+def topology(seconds: float = 30, grouping: Grouping | None = None) -> Topology:
     if dist.get_world_size() == 1:
         return Topology.single()
-    return Topology.create(torch.device("cpu"), timedelta(seconds=seconds))
+    return Topology.create(torch.device("cpu"), timedelta(seconds=seconds), grouping=grouping)
 
 
 def options(
-    threshold: int = 0, precision: str = "fp32", frozen_masters: bool = False, **rest: Any
+    threshold: int = 0,
+    precision: str = "fp32",
+    frozen_masters: bool = False,
+    narrow_masters: bool = False,
+    narrow_states: bool = False,
+    **rest: Any,
 ) -> EngineOptions:
-    dtypes = DtypePolicy(torch.bfloat16 if precision == "bf16" else None, frozen_masters)
+    compute = torch.bfloat16 if precision == "bf16" else None
+    dtypes = DtypePolicy(compute, frozen_masters, narrow_masters, narrow_states)
     return EngineOptions(layout=LayoutOptions(param_persistence_threshold=threshold), dtypes=dtypes, **rest)
 
 
@@ -88,10 +95,12 @@ def make_engine(
     optimizers: list[torch.optim.Optimizer],
     stage: int,
     seconds: float = 30,
+    grouping: Grouping | None = None,
     tell: Callable[[str], None] | None = None,
     **rest: Any,
 ) -> ZeroEngine:
-    engine = ZeroEngine(module, optimizers, topology(seconds), StagePlan.of(stage), options(**rest), tell=tell)
+    ranks = topology(seconds, grouping)
+    engine = ZeroEngine(module, optimizers, ranks, StagePlan.of(stage), options(**rest), tell=tell)
     access.remember(engine)
     return engine
 

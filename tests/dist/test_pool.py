@@ -215,8 +215,10 @@ def test_fresh_ranks_can_leave_the_process_group_to_the_function():
 def test_no_worker_outlives_a_killed_test_process(tmp_path):
     script = f"""
 import os, threading
+from tests import pool
 from tests.dist.test_pool import process_id, sleep_long
 from tests.pool import run_ranks
+pool.PRELOAD[:] = ["torch", "torch.distributed"]  # a quicker start
 with open({str(tmp_path / "pids")!r}, "w") as file:
     file.write(" ".join(map(str, run_ranks(process_id, 2))))
 threading.Timer(0.5, lambda: os.kill(os.getpid(), 9)).start()

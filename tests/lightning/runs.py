@@ -185,6 +185,8 @@ def make_optimizer(name: str, groups: Any, lr: float) -> torch.optim.Optimizer:
         "sgd": lambda: torch.optim.SGD(groups, lr=lr, momentum=0.9),
         "plain-sgd": lambda: torch.optim.SGD(groups, lr=lr),
         "odd": lambda: OddState(groups, lr=lr),
+        "lamb": lambda: dsl.optim.Lamb(groups, lr=lr),
+        "muon": lambda: dsl.optim.Muon([{**g, "use_muon": not k} for k, g in enumerate(groups)], lr=lr),
     }
     return made[name]()
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import signal
 import subprocess
-import sys
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +26,7 @@ from tests.lightning.test_checkpoints import compare
 from tests.lightning.test_lifecycle import tensors_alive
 from tests.lightning.test_sharded import read
 from tests.pool import run_ranks
+from tests.warm import ROOT, run_python
 
 # Stage, optimizer, parameters.
 PLACES = [(1, "cpu", "none"), (2, "nvme", "none"), (3, "cpu", "cpu"), (3, "nvme", "nvme"), (3, "none", "nvme")]
@@ -284,47 +282,43 @@ def test_a_swap_file_that_was_cut_short_ends_the_run_in_words(tmp_path):
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys
 import lightning.pytorch as pl
 import ds_lightning as dsl
-from tests.lightning.test_offload import everything_swaps, offload
+from tests.lightning.test_offload import everything_swaps, is_empty, offload
 from tests.lightning.runs import Model, loader, zero
 
-class Pause(pl.Callback):
+folder, end = sys.argv[1:]
+
+class End(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
         assert trainer.strategy.engine.homes.disk_bytes > 0
+        assert os.listdir(folder) == []  # not even while it runs: the files have no names
+        assert not is_empty(folder)
         print("ready", flush=True)
-        {what}
+        if end == "exception":
+            raise RuntimeError("as asked")
+        if end.startswith("SIG"):  # Lightning takes SIGTERM as a wish, and fulfils it after this batch
+            os.kill(os.getpid(), getattr(signal, end))
 
 with everything_swaps():
     pl.Trainer(
-        accelerator="cpu", devices=1, strategy=zero(3, **offload(sys.argv[1], "nvme", "nvme")), max_steps=3,
+        accelerator="cpu", devices=1, strategy=zero(3, **offload(folder, "nvme", "nvme")), max_steps=3,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Pause()],
+        callbacks=[End()],
     ).fit(Model(), loader())
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "exception", "SIGTERM", "SIGKILL"])
-def test_no_swap_file_outlives_its_process(end, own_disk):
-    what = {"exit": "pass", "exception": "raise RuntimeError('as asked')"}.get(end, "time.sleep(60)")
-    child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(what=what), str(own_disk)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
-    )
-    assert child.stdout is not None
-    assert b"ready" in child.stdout.readline()
-    assert os.listdir(own_disk) == []  # not even while it runs: the files have no names
-    if end.startswith("SIG"):
-        assert not is_empty(own_disk)
-        child.send_signal(getattr(signal, end))
-    if end == "SIGTERM":
-        time.sleep(0.5)
-        child.kill()  # Lightning takes SIGTERM as a wish and ends at the end of the batch, which sleeps
-    child.wait(30)
-    child.stdout.close()
+@pytest.mark.parametrize(
+    ("end", "code", "batches"), [("exit", 0, 3), ("exception", 1, 1), ("SIGTERM", 0, 1), ("SIGKILL", -9, 1)]
+)
+def test_no_swap_file_outlives_its_process(end, code, batches, own_disk, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ended = run_python([str(script), str(own_disk), end], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.count("ready") == batches
     assert is_empty(own_disk)
 
 

@@ -1,8 +1,6 @@
 """Sharded folders: written from shards, read by anyone at any stage, world size and precision."""
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -19,6 +17,7 @@ from ds_lightning.errors import CheckpointError
 from tests.lightning.runs import WIDTH, AtTrainStart, Model, full_weights, listening, loader, same, trainer
 from tests.lightning.test_checkpoints import compare, copy_runs, unbroken_and_resumed
 from tests.pool import run_ranks
+from tests.warm import run_python
 
 SHARDED = {"checkpoint": "sharded"}
 
@@ -72,8 +71,9 @@ def test_stock_tools_read_the_weights(tmp_path):
     expected = torch.load(tmp_path / "full.ckpt", weights_only=True)["state_dict"]
     dcp_to_torch_save(tmp_path / "sharded.ckpt", tmp_path / "torch.pt")
     assert same(torch.load(tmp_path / "torch.pt", weights_only=True)["model"], dict(expected)) == []
-    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
-    subprocess.run([*command, str(tmp_path / "sharded.ckpt"), "--output_file", str(tmp_path / "one.ckpt")], check=True)
+    command = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
+    done = run_python([*command, "sharded.ckpt", "--output_file", "one.ckpt"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     one = torch.load(tmp_path / "one.ckpt", weights_only=True)
     assert same(one["state_dict"], dict(expected)) == []
     restored = Model.load_from_checkpoint(tmp_path / "one.ckpt", seed=9)

@@ -17,6 +17,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors",),
     ("ops",),
     ("config",),
+    ("teams",),
     ("topology",),
     ("layout",),
     ("offload",),
@@ -25,7 +26,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim",),
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
-    ("optim.clip", "optim.apart"),
+    ("optim.clip", "optim.apart", "optim.narrow", "optim.run_parts"),
     ("zero.passes",),
     ("zero.values",),
     ("zero.state_dicts", "zero.optimizer_states", "zero.resting"),
@@ -171,15 +172,16 @@ def test_below_the_strategy_only_its_envoys_know_lightning(file):
 
 
 def test_importing_the_package_adds_no_heavy_modules():
-    lightning = _modules_after("import lightning.pytorch")
-    added = _modules_after("import lightning.pytorch, ds_lightning") - lightning
+    lightning, everything = _modules_after("import lightning.pytorch", "import ds_lightning")
+    added = everything - lightning
     heavy = sorted(name for name in added if name in NOT_AT_IMPORT)
     assert not heavy, f"import ds_lightning imports {heavy}; import them where they are used"
 
 
-def _modules_after(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(*sys.modules)"
+def _modules_after(*statements: str) -> list[set[str]]:
+    """The modules there are after each of them, in one process."""
+    code = "".join(f"{statement}\nprint(*sys.modules)\n" for statement in ("import sys", *statements))
     command = [sys.executable, "-W", "ignore", "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    return set(result.stdout.split())
+    return [set(line.split()) for line in result.stdout.splitlines()[1:]]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ds_lightning.cli.model_states import bytes_per_parameter
+from tests.warm import run_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -36,7 +37,8 @@ BLOCKS = _blocks()
 FILES = {block.file: block.text for block in BLOCKS if block.file}
 COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines()]
 SET_UP = [line for line in COMMANDS if line.startswith(("python3 -m venv", "pip install"))]
-# The commands stay as they are; these words behind them only make the run short.
+# The commands stay as they are; these words behind them only make the run short. One of each program starts both of
+# its processes, which is most of the time that a run takes.
 SHORTER = [
     "trainer.max_steps=2",
     "data.max_megabytes=2",
@@ -47,6 +49,7 @@ SHORTER = [
     "sample.length=4",
 ]
 SHORTER_APP = ["trainer.max_steps=2", "model.width=32"]
+ALONE = "trainer.devices=1"
 
 
 @pytest.fixture
@@ -78,17 +81,11 @@ def run(tmp_path):
 
     def start(*words: str) -> subprocess.CompletedProcess[str]:
         program, *arguments = words
-        if program in ("ds-lightning", "python"):
-            arguments = [str(scripts / program), *arguments] if program != "python" else arguments
-            program = sys.executable
-        return subprocess.run(
-            [program, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
+        if program == "python":
+            return run_python(arguments, cwd=tmp_path, env=environment)
+        if program == "ds-lightning":
+            return run_python([str(scripts / program), *arguments], cwd=tmp_path, env=environment)
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
 
     return start
 
@@ -110,13 +107,17 @@ def test_pytest_is_what_ci_runs():
     assert re.search(r"^pytest\b", CI, re.MULTILINE)
 
 
+def test_both_programs_are_run_with_all_their_processes():
+    assert {"ds-lightning train zero=stage3", "python app.py zero=stage3"} < set(COMMANDS)
+
+
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line not in SET_UP and line != "pytest"])
 def test_command(run, command, tmp_path):
     words = shlex.split(command)
     if words[:2] == ["ds-lightning", "train"]:
-        words += SHORTER
+        words += SHORTER if command == "ds-lightning train zero=stage3" else [*SHORTER, ALONE]
     elif words[0] == "python":
-        words += SHORTER_APP
+        words += SHORTER_APP if command == "python app.py zero=stage3" else [*SHORTER_APP, ALONE]
     elif words[:2] == ["ds-lightning", "export"]:
         (tmp_path / "checkpoints").mkdir()
         torch.save({"state_dict": {"model.weight": torch.ones(2, 3)}}, tmp_path / words[2])

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def _hits(pattern: re.Pattern[str], suffixes: set[str]) -> list[str]:
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if pattern.search(line)
     ]
+
+
+def test_pytest_enters_every_folder_of_tests(pytestconfig):
+    skipped = pytestconfig.getini("norecursedirs")
+    tests = [file.relative_to(ROOT) for file in FILES if ROOT / "tests" in file.parents and file.match("test_*.py")]
+    assert {"dist", "lightning", "unit"} <= {test.parent.name for test in tests}
+    assert [test for test in tests if any(fnmatch(part, name) for part in test.parent.parts for name in skipped)] == []
 
 
 def test_nothing_is_left_for_later():

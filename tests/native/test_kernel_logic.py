@@ -14,7 +14,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["optim", "quantize", "signs"])
+@pytest.mark.parametrize("name", ["adam8bit", "optim", "quantize", "signs"])
 def test_kernels_emulated_on_the_host_equal_fp64(name, tmp_path):
     source = ROOT / "csrc" / "tests" / "kernels" / f"{name}.cpp"
     program = tmp_path / name

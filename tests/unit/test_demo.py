@@ -22,10 +22,10 @@ TINY = {"layers": 2, "width": 32, "heads": 2, "block_size": 16}
 
 
 def test_the_text_is_the_same_in_every_process():
-    code = "from ds_lightning.demo.corpus import *; print(hash(tuple(map(str, stdlib_files()))))"
-    fixed = {"PYTHONHASHSEED": "0", "PYTHONPATH": ":".join(sys.path)}
-    run = [subprocess.run([sys.executable, "-c", code], env=fixed, capture_output=True) for _ in "12"]
-    assert run[0].stdout == run[1].stdout != b""
+    code = "from ds_lightning.demo.corpus import *; print(*stdlib_files(), sep='\\n')"
+    other = {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], env=other, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == list(map(str, stdlib_files())) != []
 
 
 def test_the_text_holds_no_tests_and_no_installed_packages():
@@ -248,3 +248,5 @@ def test_small_parameters_stay_whole_at_stage_3_only():
     assert bytes_per_parameter(3, 2, "32-true", whole=1.0) == 10
     assert bytes_per_parameter(3, 2, "32-true", whole=0.5) == 9
     assert bytes_per_parameter(1, 2, "32-true", whole=1.0) == 12
+    assert bytes_per_parameter(3, 4, "bf16-mixed", secondary=2) == 18 / 4 + 2 / 2
+    assert bytes_per_parameter(3, 4, "bf16-mixed", whole=0.5, carried=1.5) == 1 + 0.25 + 16 / 4 + 0.75

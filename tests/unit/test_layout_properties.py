@@ -178,3 +178,41 @@ def test_a_tensor_tied_across_scopes_belongs_to_the_root(names):
         assert len(holders) > 1 or not holders <= set(scopes)
     else:
         assert all(name.startswith(found + ".") for name in names)
+
+
+def blocks_of(unit, start, stop, size):
+    """First and last element of every block in a range, in the unit."""
+    borders = [start + border for border in unit.block_borders(start, stop, size)]
+    assert borders == sorted(set(borders))
+    return [(at, min(at + size, right)) for left, right in pairwise(borders) for at in range(left, right, size)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(specs(), st.integers(1, 9), OPTIONS, st.sampled_from([8, 16, 256]), st.integers(1, 20))
+def test_blocks_of_states_are_the_same_however_a_unit_is_cut(parameters, world, options, size, tile):
+    for unit in build_layout(parameters, world, options).units:
+        ends = {slot.name: (slot.start, slot.end) for slot in unit.slots}
+        for piece in unit.pieces(0, unit.numel):
+            whole = blocks_of(unit, piece.start, piece.stop, size)
+            assert whole[0][0] == piece.start
+            assert whole[-1][1] == piece.stop
+            for left, right in whole:  # within one parameter and one rank
+                assert 0 < right - left <= size
+                assert left // unit.chunk == (right - 1) // unit.chunk
+                assert any(start <= left and right <= end for start, end in ends.values())
+            parts, at = [], piece.start
+            while at < piece.stop:  # runs of at most a tile, or a block
+                stop = min(at + tile * ALIGNMENT, piece.stop)
+                stop = unit.block_cut(at, stop, size) if stop < piece.stop else stop
+                assert at < stop <= piece.stop
+                parts += blocks_of(unit, at, stop, size)
+                at = stop
+            assert parts == whole
+        sharded = [
+            block
+            for rank in range(world)
+            for piece in unit.pieces(*unit.owned(rank))
+            for block in blocks_of(unit, piece.start, piece.stop, size)
+        ]
+        pieces = unit.pieces(0, unit.numel)
+        assert sharded == [b for piece in pieces for b in blocks_of(unit, piece.start, piece.stop, size)]

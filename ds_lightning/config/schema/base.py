@@ -33,6 +33,7 @@ class Key:
         remark: Why it is inert or ignored, for the report.
         params: For free-form `params`: the names and types allowed there for a given `type`, None
             when unknown.
+        selectors: For a list of blocks of such `params`: names and types of what a block has besides.
     """
 
     doc: str = ""
@@ -42,6 +43,7 @@ class Key:
     status: str = "used"
     remark: str = ""
     params: Callable[[str | None], Mapping[str, Any] | None] | None = None
+    selectors: Mapping[str, Any] | None = None
 
 
 def key(

@@ -18,14 +18,14 @@ _TYPES: dict[str, Any] = {
     ),
     **dict.fromkeys(("muon_lr", "adam_lr", "alpha", "initial_accumulator_value", "momentum_decay"), float),
     **dict.fromkeys(("freeze_step", "var_freeze_step", "var_update_scaler"), int),
-    **dict.fromkeys(("local_step_scaler", "local_step_clipper"), int),
+    **dict.fromkeys(("local_step_scaler", "local_step_clipper", "block_size"), int),
     **dict.fromkeys(
         ("bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "set_grad_none", "cuda_aware"),
         bool,
     ),
     **dict.fromkeys(("eps_inside_sqrt", "nesterov", "maximize", "foreach", "fused", "capturable"), bool),
     **dict.fromkeys(("differentiable", "decoupled_weight_decay", "fp32_optimizer_states", "centered"), bool),
-    **dict.fromkeys(("comm_backend_name", "ns_method", "moment_dtype"), str),
+    **dict.fromkeys(("comm_backend_name", "ns_method", "ns_dtype", "moment_dtype"), str),
     **dict.fromkeys(("betas", "etas", "step_sizes"), list[float]),
 }
 _TORCH_SWITCHES = "maximize foreach differentiable fused"
@@ -33,9 +33,12 @@ _ADAM = (
     "lr betas eps weight_decay bias_correction amsgrad torch_adam adam_w_mode set_grad_none "
     f"capturable moment_dtype fp32_optimizer_states decoupled_weight_decay {_TORCH_SWITCHES}"
 )
+_ADAM_8BIT = "lr betas eps weight_decay bias_correction adam_w_mode set_grad_none block_size"
 _ADAGRAD = f"lr eps weight_decay amsgrad lr_decay initial_accumulator_value moment_dtype {_TORCH_SWITCHES}"
 _LION = "lr betas weight_decay set_grad_none moment_dtype"
-_LAMB = "lr betas eps eps_inside_sqrt weight_decay max_coeff min_coeff bias_correction amsgrad set_grad_none"
+_LAMB = (
+    "lr betas eps eps_inside_sqrt weight_decay max_coeff min_coeff bias_correction amsgrad set_grad_none moment_dtype"
+)
 _ONEBIT = "lr betas eps eps_inside_sqrt weight_decay bias_correction amsgrad cuda_aware comm_backend_name"
 _LOCAL_STEPS = "var_freeze_step var_update_scaler local_step_scaler local_step_clipper"
 _FROZEN_COEFF = "freeze_step max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold"
@@ -44,6 +47,8 @@ _BUILTIN_PARAMS = {
     "AdamW": _ADAM,
     "CPUAdam": _ADAM,
     "FusedAdam": _ADAM,
+    "Adam8bit": _ADAM_8BIT,
+    "AdamW8bit": _ADAM_8BIT,
     "Adagrad": _ADAGRAD,
     "CPUAdagrad": _ADAGRAD,
     "Lamb": _LAMB,
@@ -51,7 +56,7 @@ _BUILTIN_PARAMS = {
     "Lion": _LION,
     "CPULion": _LION,
     "FusedLion": _LION,
-    "Muon": "lr momentum weight_decay betas eps ns_method muon_lr adam_lr",
+    "Muon": "lr momentum weight_decay betas eps ns_method ns_dtype muon_lr adam_lr moment_dtype",
     "OneBitAdam": f"{_ONEBIT} freeze_step",
     "ZeroOneAdam": f"{_ONEBIT} {_LOCAL_STEPS}",
     "OneBitLamb": f"{_ONEBIT} {_FROZEN_COEFF}",
@@ -65,6 +70,8 @@ TORCH_OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
 )
+ENCODED_OPTIMIZERS = ("Adam8bit", "AdamW8bit")
+WHOLE_TENSOR_OPTIMIZERS = ("Lamb", "FusedLamb", "Muon")
 COMPRESSED_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 _WARMUP: dict[str, Any] = {"warmup_num_steps": int, "warmup_type": str, "last_batch_iteration": int}
@@ -118,6 +125,30 @@ def optimizer_params(kind: str | None) -> Mapping[str, Any] | None:
     return {name: _TYPES[name] for name in [*_BUILTIN_PARAMS[kind].split(), "max_grad_norm"]}
 
 
+GROUP_SELECTORS: Mapping[str, Any] = {
+    "name": str,
+    "names": list[str],
+    "modules": list[str],
+    "max_ndim": int,
+}
+"""Keys of a block of `optimizer.param_groups` that say which parameters it is about; all others are their values."""
+
+_NOT_PER_GROUP = (
+    "torch_adam",
+    "adam_w_mode",
+    "set_grad_none",
+    "fp32_optimizer_states",
+    "max_grad_norm",
+    "moment_dtype",
+)
+
+
+def group_params(kind: str | None) -> Mapping[str, Any] | None:
+    """Names and types of the values of a parameter group; None when every name may be right."""
+    known = optimizer_params(kind)
+    return None if known is None else {name: hint for name, hint in known.items() if name not in _NOT_PER_GROUP}
+
+
 def optimizer_param_type(name: str) -> Any:
     """The type of an optimizer parameter by its usual name; Any for an unusual one."""
     return _TYPES.get(name, Any)
@@ -143,6 +174,13 @@ class OptimizerConfig(Block):
         open_choices=True,
     )
     params: dict[str, Any] = key(dict, "Its arguments.", params=optimizer_params)
+    param_groups: list[dict[str, Any]] = key(
+        list,
+        "Parameters with other values than `params`: blocks with names, modules or max_ndim.",
+        params=group_params,
+        selectors=GROUP_SELECTORS,
+        remark="ours, DeepSpeed does not know it",
+    )
     legacy_fusion: bool = key(False, "Old fusion of loss scaling.", status="inert", remark="one implementation here")
 
 

@@ -170,13 +170,29 @@ class ZeroConfig(Block):
     ignore_unused_parameters: bool = key(True, "Parameters without a gradient are no error.")
     legacy_stage1: bool = key(False, "Removed.", status="ignored", remark="there is one stage 1 only")
     round_robin_gradients: bool = key(False, "Spread copies over ranks.", stages=_STAGE_1_2)
-    zero_hpz_partition_size: int = key(1, "Ranks holding a secondary shard.", at_least=1, stages=_STAGE_3)
-    zero_quantized_weights: bool = key(False, "Gather weights as int8.", stages=_STAGE_3)
-    zero_quantized_nontrainable_weights: bool = key(False, "Store frozen weights as int8.", stages=_STAGE_3)
-    zero_quantized_gradients: bool = key(False, "Reduce gradients as int4.", stages=_STAGE_3)
+    zero_hpz_partition_size: int = key(
+        1, "Consecutive ranks that keep what was gathered until weights change; 1 is off.", at_least=1, stages=_STAGE_3
+    )
+    zero_quantized_weights: bool = key(False, "Weights of sharded units travel as int8.", stages=_STAGE_3)
+    zero_quantized_nontrainable_weights: bool = key(
+        False, "Frozen weights of sharded units are kept, and travel, as int8.", stages=_STAGE_3
+    )
+    zero_quantized_gradients: bool = key(
+        False, "Gradients of sharded units travel as int4, first inside nodes, then across.", stages=_STAGE_3
+    )
     zeropp_loco_param: ZeroppLocoConfig | None = key(None, "Error feedback for quantized gradients.", stages=_STAGE_3)
-    mics_shard_size: int = key(-1, "Ranks per shard group; above 0 turns MiCS on.", at_least=-1, stages=_STAGE_3)
-    mics_hierarchical_params_gather: bool = key(False, "Gather between nodes, then inside.", stages=_STAGE_3)
+    mics_shard_size: int = key(
+        -1, "Ranks over which one copy of the model is cut; above 0 turns MiCS on.", at_least=-1, stages=_STAGE_3
+    )
+    mics_hierarchical_params_gather: bool = key(
+        False, "Gather across nodes, then inside; also without MiCS.", stages=_STAGE_3
+    )
+    node_size: int | None = key(
+        None,
+        "Consecutive ranks that share a node; null asks the machines.",
+        at_least=1,
+        remark="ours, DeepSpeed does not know it",
+    )
     memory_efficient_linear: bool = key(
         True,
         "Linear layers keep no gathered weight.",
