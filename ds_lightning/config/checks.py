@@ -237,6 +237,17 @@ def _compressed_stage(config: DeepSpeedConfig, stage: int) -> Problems:
         )
 
 
+def _sparse_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    for name, is_on in (
+        ("zero_quantized_gradients", stage == 3 and zero.zero_quantized_gradients),
+        ("mics_shard_size", stage == 3 and zero.mics_shard_size > 0),
+    ):
+        if config.sparse_gradients and is_on:
+            text = f"does not go with zero_optimization.{name}, which reduces dense shards; set one of the two"
+            yield Problem("sparse_gradients", text)
+
+
 def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     zero = config.zero_optimization
     if zero.zero_quantized_gradients and not zero.reduce_scatter:
@@ -331,6 +342,7 @@ _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _offload_stage,
     _accumulation_stage,
     _compressed_stage,
+    _sparse_stage,
     _quantized_stage,
     _frozen_stage,
     _copies_stage,

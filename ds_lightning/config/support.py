@@ -46,7 +46,6 @@ PLANNED = (
     ),
     Row("data_types.buffer_dtype", _not(None), "buffers keep their type; leave it out"),
     Row("managed_gradient_accumulation", lambda value: value is False, "use manual optimization"),
-    Row("sparse_gradients", _true, _SWITCH_OFF),
     Row("sequence_parallel_size", _above_one, "set it to 1"),
     Row("sparse_attention", _not(None), "leave the block out"),
     Row("curriculum_learning.enabled", _true, _SWITCH_OFF),

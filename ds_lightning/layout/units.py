@@ -32,6 +32,7 @@ class ParamSpec:
         active: whether it required a gradient when the layout was made; those that do not are kept apart.
         given_dtype: dtype in which the user gave it; None where that is `master_dtype`.
         travels: dtype in which its gradient travels; None where that is `dtype`.
+        row: elements of a row, where its gradient is exchanged as rows; 0 where it is dense.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ParamSpec:
     active: bool = True
     given_dtype: torch.dtype | None = None
     travels: torch.dtype | None = None
+    row: int = 0
 
     @property
     def numel(self) -> int:

@@ -90,7 +90,8 @@ class ZeroEngine:
         self.companions: list[Companion] = []
         named = named_parameters(module)
         check_parameters(named)
-        _check_modules(module)
+        if not self.options.sparse:
+            _check_modules(module)
         self.table = ParameterTable(named)
         self.optimizers = self._wrap(optimizers)
         scopes = find_scopes(module, self.options.leaves)
@@ -194,10 +195,22 @@ class ZeroEngine:
                 master = torch.float32  # given in 16 bit and unfrozen
             scope = scope_of(names, scopes)
             active = parameter.requires_grad
-            travels = policy.travels(self._holders(names), given) if group >= 0 else None
+            holders = self._holders(names)
+            travels = policy.travels(holders, given) if group >= 0 else None
+            row = _row(parameter.shape, holders) if group >= 0 and self.options.sparse else 0
             specs.append(
                 ParamSpec(
-                    names[0], tuple(names[1:]), parameter.shape, dtype, master, group, scope, active, given, travels
+                    names[0],
+                    tuple(names[1:]),
+                    parameter.shape,
+                    dtype,
+                    master,
+                    group,
+                    scope,
+                    active,
+                    given,
+                    travels,
+                    row,
                 )
             )
         return specs
@@ -592,6 +605,13 @@ def _check_modules(module: nn.Module) -> None:
     ]
     if sparse:
         raise ConfigError(
-            f"{', '.join(sparse)}: nn.Embedding(sparse=True) makes sparse gradients, which are not supported yet "
-            "(sparse_gradients). Use sparse=False."
+            f"{', '.join(sparse)}: nn.Embedding(sparse=True) makes sparse gradients, which are reduced as rows with "
+            "sparse_gradients=true in the configuration only. Set the key, or use sparse=False."
         )
+
+
+def _row(shape: torch.Size, holders: Sequence[nn.Module]) -> int:
+    """Elements of a row of an embedding; 0 for what is none, or has dense gradients because it is a layer as well."""
+    kinds = [isinstance(holder, nn.Embedding | nn.EmbeddingBag) for holder in holders]
+    sparse = any(kind and holder.sparse for kind, holder in zip(kinds, holders, strict=True))
+    return shape[1] if len(shape) == 2 and shape.numel() and (all(kinds) or sparse) else 0

@@ -36,6 +36,7 @@ class EngineOptions:
         max_live: `stage3_max_live_parameters`; bounds prefetching, and decides whether evaluation gathers the whole
             model once.
         max_reuse_distance: `stage3_max_reuse_distance`; None keeps a unit only when it is needed again at once.
+        sparse: `sparse_gradients`; gradients of embeddings are exchanged as rows.
         allow_untested_optimizer: `zero_allow_untested_optimizer`.
         transport: how sharded units travel.
         offload: where shards live that are not on the device; None keeps all of them there.
@@ -50,6 +51,7 @@ class EngineOptions:
     prefetch: int | None = None
     max_live: int = 1_000_000_000
     max_reuse_distance: int | None = None
+    sparse: bool = False
     allow_untested_optimizer: bool = False
     transport: TransportOptions = field(default_factory=TransportOptions)
     offload: OffloadPolicy | None = None
@@ -105,6 +107,7 @@ class EngineOptions:
             prefetch=chosen("stage3_prefetch_bucket_size"),
             max_live=int(zero.stage3_max_live_parameters),
             max_reuse_distance=chosen("stage3_max_reuse_distance"),
+            sparse=bool(resolved.sparse_gradients),
             allow_untested_optimizer=bool(resolved.zero_allow_untested_optimizer),
             transport=TransportOptions(
                 quantized_weights=bool(zero.zero_quantized_weights) and zero.stage == 3,

@@ -154,7 +154,6 @@ def test_stage_checks_wait_for_the_stage():
         (stage(3, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_offload"),
         (stage(2, zenflow={}), "zero_optimization.zenflow"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
-        ({"sparse_gradients": True}, "sparse_gradients"),
         ({"sparse_attention": {}}, "sparse_attention"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled"),
@@ -176,10 +175,10 @@ def test_what_is_not_built_yet_loads_but_does_not_resolve(data, key):
 
 
 def test_all_unsupported_features_are_listed_together_with_other_conflicts():
-    parsed = load({"sparse_gradients": True, "eigenvalue": {"enabled": True}, "gradient_clipping": 1.0})
+    parsed = load({"autotuning": {"enabled": True}, "eigenvalue": {"enabled": True}, "gradient_clipping": 1.0})
     with pytest.raises(ConfigError, match="3 problems") as raised:
         resolve(parsed, Facts(gradient_clip_val=2.0))
-    for key in ("sparse_gradients", "eigenvalue.enabled", "gradient_clipping"):
+    for key in ("autotuning.enabled", "eigenvalue.enabled", "gradient_clipping"):
         assert f"{key}: " in str(raised.value)
 
 
