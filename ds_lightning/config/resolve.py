@@ -184,6 +184,11 @@ class _Resolution:
         trainer = None if facts.clip_is_default and not facts.gradient_clip_val else facts.gradient_clip_val
         if stated is None:
             self.config.gradient_clipping = None if trainer is None else float(trainer)
+            if trainer is None and self.parsed.given and "gradient_clipping" not in self.parsed.autos:
+                self.notes.append(
+                    "gradient_clipping is not given and neither is Trainer(gradient_clip_val=...): gradients are not "
+                    "clipped, where DeepSpeed clips their norm to 1.0 by default; set it to 0 to say so"
+                )
             return algorithm
         if algorithm != "norm":
             self._fail(

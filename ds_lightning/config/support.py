@@ -44,7 +44,6 @@ PLANNED = (
         lambda name: name in _PLANNED_OPTIMIZERS,
         "use Adam, AdamW, Lion, Adagrad, Lamb, Muon, SGD or another optimizer of torch.optim",
     ),
-    Row("data_types.buffer_dtype", _not(None), "buffers keep their type; leave it out"),
     Row("managed_gradient_accumulation", lambda value: value is False, "use manual optimization"),
     Row("sequence_parallel_size", _above_one, "set it to 1"),
     Row("sparse_attention", _not(None), "leave the block out"),

@@ -10,6 +10,9 @@ from torch import nn
 
 from ds_lightning.config.schema import DeepSpeedConfig
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""By their names in a configuration."""
+
 
 @dataclass(frozen=True, slots=True)
 class DtypePolicy:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from ds_lightning.comm.averaging import Averaging
 from ds_lightning.comm.feedback import FeedbackOptions
 from ds_lightning.config import ResolvedConfig
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
 from ds_lightning.offload.policy import Home, OffloadPolicy
-from ds_lightning.precision.dtypes import DtypePolicy
+from ds_lightning.precision.dtypes import DTYPES, DtypePolicy
 from ds_lightning.teams import Grouping
 from ds_lightning.topology import Topology
 from ds_lightning.zero.reduce import ReduceOptions
 from ds_lightning.zero.transport import TransportOptions
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ class EngineOptions:
                 tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
             ),
             reduce=ReduceOptions(
-                dtype=_DTYPES[dtype] if dtype else None,
+                dtype=DTYPES[dtype] if dtype else None,
                 piece=max(1, int(zero.reduce_bucket_size)),
                 # At stages below 3 the reference's default is no overlap, which has no advantage here.
                 overlap=bool(zero.overlap_comm) or "zero_optimization.overlap_comm" not in given,
@@ -99,7 +95,7 @@ class EngineOptions:
                     bool(resolved.prescale_gradients),
                     float(resolved.gradient_predivide_factor),
                 ),
-                accumulate=_DTYPES[accumulate] if accumulate else None,
+                accumulate=DTYPES[accumulate] if accumulate else None,
             ),
             dtypes=dtypes or DtypePolicy(),
             allgather_piece=max(1, int(zero.allgather_bucket_size)),
