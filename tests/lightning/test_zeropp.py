@@ -176,6 +176,13 @@ def test_checkpoints_of_quantized_runs_hold_exact_masters(tmp_path: Path) -> Non
 # What is said ---------------------------------------------------------------------------------------------------------
 
 
+class Unmade(Model):
+    """The configuration makes the optimizer."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
 def check_words() -> None:
     for keys, words in (
         ({"zero_hpz_partition_size": 3}, r"zero_hpz_partition_size=3 does not divide .* 4: .* one of 1, 2, 4"),
@@ -197,6 +204,9 @@ def check_words() -> None:
         with listening() as messages:
             fit(keys, steps=1)
         assert dist.get_rank() or any(words in message for message in messages), messages
+    lamb = {"optimizer": {"type": "Lamb"}, "zero_optimization": {"node_size": 2, **COPIES}}
+    with pytest.raises(ConfigError, match=r"Lamb looks at whole parameters.*mics_shard_size"):
+        trainer(dsl.ZeroStrategy(stage=3, config=lamb)).fit(Unmade(), loader())
     with pytest.raises(ConfigError, match="fp64, which is not quantized"):
         fit(WEIGHTS, "64-true")
 
