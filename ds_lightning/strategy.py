@@ -36,7 +36,8 @@ from ds_lightning.errors import ConfigError, TopologyError
 from ds_lightning.offload.policy import OffloadPolicy
 from ds_lightning.offload.shelf import shelf_for
 from ds_lightning.precision.choice import zero_precision
-from ds_lightning.precision.dtypes import DtypePolicy
+from ds_lightning.precision.dtypes import DTYPES, DtypePolicy
+from ds_lightning.precision.module_buffers import CastBuffers
 from ds_lightning.precision.plugin import ZeroPrecision
 from ds_lightning.refusals import refuse_callbacks, refuse_ddp_options
 from ds_lightning.topology import Topology
@@ -260,9 +261,13 @@ class ZeroStrategy(Checkpointing):
                 synchronized = self._layer_sync.apply(module)
                 assert isinstance(synchronized, pl.LightningModule)
                 module = synchronized
+            dtype = self._parsed.config.data_types.buffer_dtype
+            buffers = CastBuffers(module, DTYPES[dtype]) if dtype else None
             converted = self.precision_plugin.convert_module(module)
             assert isinstance(converted, pl.LightningModule)
             module = converted
+            if buffers is not None:
+                buffers.put()
             self.model = module
         if fitting:
             self.setup_optimizers(trainer)

@@ -40,6 +40,11 @@ class Pending:
         self._buffers = buffers  # kept alive until the operation is over
         self._describe = describe
 
+    @staticmethod
+    def of(several: Sequence[Pending]) -> Pending:
+        """Several as one."""
+        return Pending(list(several), (), str)
+
     def wait(self) -> None:
         """Block (gloo) or make the current stream wait (NCCL). Waiting twice is harmless.
 
@@ -175,6 +180,17 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str, tag: int) -> Pending:
+        """Give each rank a tensor of its own size.
+
+        Args:
+            sent: one for each rank; this rank's own stays where it is.
+            received: of the sizes that the others send; this rank's own is `sent`'s.
+            what: name for messages.
+            tag: distinguishes operations that are in flight together.
+        """
+
+    @abc.abstractmethod
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         """Bring every rank's chunk to the first rank of the team.
 
@@ -241,9 +257,19 @@ class Collectives(abc.ABC):
         """Count `nbytes` sent to each of the others."""
         self.ledger.record(operation, nbytes * (self.team.size - 1), nbytes * self._beyond)
 
+    def _exchanged(self, sent: Sequence[torch.Tensor]) -> None:
+        """Count parts of different sizes."""
+        nodes, ranks, own = self.topology.teams.nodes, self.team.ranks, self.team.place
+        sizes = [(part.nbytes, nodes[rank] != nodes[ranks[own]]) for part, rank in zip(sent, ranks, strict=True)]
+        del sizes[own]
+        self.ledger.record("exchange", sum(size for size, _ in sizes), sum(size for size, far in sizes if far))
+
 
 class _Alone(Collectives):
     """One rank: nothing to move."""
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str, tag: int) -> Pending:
+        return Pending([], (), str)
 
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
         return Pending([], (), str)
@@ -315,6 +341,20 @@ class _PointToPoint(Collectives):
         received[self.team.place].copy_(sent[self.team.place])
         self._sent("all_to_all", sent[0].nbytes)
         return Pending(works, (sent, received), describe)
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str, tag: int) -> Pending:
+        group, describe = self.topology.data_group, self._describer("exchange", what)
+        works: list[Any] = []
+        try:
+            for peer, rank in self._peers():
+                if sent[peer].numel():
+                    works.append(dist.isend(sent[peer], group=group, group_dst=rank, tag=tag))
+                if received[peer].numel():
+                    works.append(dist.irecv(received[peer], group=group, group_src=rank, tag=tag))
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        self._exchanged(sent)
+        return Pending(works, (*sent, *received), describe)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         group = self.topology.data_group
@@ -395,6 +435,17 @@ class _Native(Collectives):
             raise TopologyError(describe(str(error))) from error
         self._sent("reduce_scatter", out.nbytes)
         return PendingReduce(Pending([work], (full, out), describe), [out], size if average else 1)
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str, tag: int) -> Pending:
+        describe = self._describer("exchange", what)
+        out = list(received)
+        out[self.team.place] = torch.empty_like(sent[self.team.place])  # `received` has it already
+        try:
+            work = dist.all_to_all(out, [part.contiguous() for part in sent], group=self.team.group, async_op=True)
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        self._exchanged(sent)
+        return Pending([work], (*sent, *out), describe)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         target = own.new_empty(own.numel() * self.team.size) if full is None else full

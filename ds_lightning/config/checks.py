@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 
+from ds_lightning.config.amp import check_amp
 from ds_lightning.config.problems import Problem
 from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.optimizer import (
@@ -70,8 +71,9 @@ def _loss_scale(config: DeepSpeedConfig, given: Given) -> Problems:
 
 
 def _amp(config: DeepSpeedConfig, given: Given) -> Problems:
-    if config.amp.enabled and config.zero_optimization.stage > 0:
-        yield Problem("amp.enabled", "apex amp works at stage 0 only; use fp16.enabled or bf16.enabled")
+    yield from check_amp(config.amp)
+    if config.amp.enabled and config.torch_autocast.enabled:
+        yield Problem("amp.enabled", "does not go with torch_autocast.enabled; keep one of them")
 
 
 def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -261,6 +263,17 @@ def _compressed_stage(config: DeepSpeedConfig, stage: int) -> Problems:
         )
 
 
+def _sparse_stage(config: DeepSpeedConfig, stage: int) -> Problems:
+    zero = config.zero_optimization
+    for name, is_on in (
+        ("zero_quantized_gradients", stage == 3 and zero.zero_quantized_gradients),
+        ("mics_shard_size", stage == 3 and zero.mics_shard_size > 0),
+    ):
+        if config.sparse_gradients and is_on:
+            text = f"does not go with zero_optimization.{name}, which reduces dense shards; set one of the two"
+            yield Problem("sparse_gradients", text)
+
+
 def _quantized_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     zero = config.zero_optimization
     if zero.zero_quantized_gradients and not zero.reduce_scatter:
@@ -356,6 +369,7 @@ _STAGE_RULES: tuple[Callable[[DeepSpeedConfig, int], Problems], ...] = (
     _offload_stage,
     _accumulation_stage,
     _compressed_stage,
+    _sparse_stage,
     _quantized_stage,
     _frozen_stage,
     _copies_stage,

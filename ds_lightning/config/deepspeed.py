@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ds_lightning.config import checks, support
 from ds_lightning.config.coerce import coerce, shown
 from ds_lightning.config.free import NULL, Entry, FreeArguments, is_auto
+from ds_lightning.config.precision import AskedPrecision, asked_precision
 from ds_lightning.config.problems import Problem, raise_all
 from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.base import (
@@ -57,9 +58,12 @@ class ParsedConfig:
 
     def precision(self) -> str | None:
         """The Lightning precision asked for; None when that is left to the Trainer."""
-        if self.config.fp16.enabled:
-            return "16-mixed"
-        return "bf16-mixed" if self.config.bf16.enabled else None
+        asked = self.asked_precision()
+        return None if asked is None else asked.name
+
+    def asked_precision(self) -> AskedPrecision | None:
+        """The same with the block that asks for it."""
+        return asked_precision(self.config)
 
 
 class Draft(NamedTuple):

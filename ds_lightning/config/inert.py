@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_lightning.config.amp import is_dynamic
 from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.base import Block, rules
 from ds_lightning.config.schema.optimizer import COMPRESSED_OPTIMIZERS
@@ -44,6 +45,8 @@ def inert_reason(path: str, config: DeepSpeedConfig, stage: int, autos: frozense
         return "inert with prescale_gradients, and with sums"
     if path == "prescale_gradients" and config.gradient_allreduce_op == "sum":
         return "inert with gradient_allreduce_op: sum"
+    if path in ("amp.min_loss_scale", "amp.max_loss_scale") and config.amp.enabled and not is_dynamic(config.amp):
+        return "inert without a dynamic loss scale"
     if path.rpartition(".")[0] in _ON_DISK and not _on_disk(path, config):
         return "inert without NVMe offload"
     for depth, name in enumerate(names):

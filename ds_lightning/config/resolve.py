@@ -134,8 +134,9 @@ class _Resolution:
         if stated is not None and not self.facts.precision_is_default:
             self._compare_precision(asked, stated)
             final = stated
-        for name, block in (("16-mixed", self.config.fp16), ("bf16-mixed", self.config.bf16)):
-            block.enabled = block.enabled or final == name
+        if not (self.config.amp.enabled or self.config.torch_autocast.enabled):
+            for name, block in (("16-mixed", self.config.fp16), ("bf16-mixed", self.config.bf16)):
+                block.enabled = block.enabled or final == name
         return final
 
     def _compare_precision(self, asked: str | None, stated: str) -> None:
@@ -146,12 +147,12 @@ class _Resolution:
             "bf16-mixed": "bf16",
             "bf16-true": "bf16",
         }.get(stated)
-        wanted = {"16-mixed": "fp16", "bf16-mixed": "bf16"}.get(asked or "")
+        wanted = self.parsed.asked_precision()
         if wanted is not None and stated != asked:
             self._fail(
-                f"{wanted}.enabled",
+                f"{wanted.block}.enabled",
                 f"the configuration asks for {asked}, the Trainer for precision='{stated}'; "
-                f"use Trainer(precision='{asked}') or set {wanted}.enabled to false",
+                f"use Trainer(precision='{asked}') or set {wanted.block}.enabled to false",
             )
         elif wanted is None and low is not None and f"{low}.enabled" in self.parsed.given:
             self._fail(
@@ -183,6 +184,11 @@ class _Resolution:
         trainer = None if facts.clip_is_default and not facts.gradient_clip_val else facts.gradient_clip_val
         if stated is None:
             self.config.gradient_clipping = None if trainer is None else float(trainer)
+            if trainer is None and self.parsed.given and "gradient_clipping" not in self.parsed.autos:
+                self.notes.append(
+                    "gradient_clipping is not given and neither is Trainer(gradient_clip_val=...): gradients are not "
+                    "clipped, where DeepSpeed clips their norm to 1.0 by default; set it to 0 to say so"
+                )
             return algorithm
         if algorithm != "norm":
             self._fail(
@@ -222,6 +228,11 @@ def _notes_of(parsed: ParsedConfig, config: DeepSpeedConfig) -> Iterator[str]:
             yield f"{entry.key}: {entry.remark}"
     for reason, keys in inert.items():
         yield f"{reason}: {', '.join(keys)}"
+    if config.torch_autocast.enabled and config.zero_optimization.stage == 3:
+        yield (
+            "torch_autocast at stage 3: parameters are gathered in fp32, and the 16-bit copies that autocast makes of "
+            "them live until backward; bf16.enabled computes with the same 16-bit weights, and gathers and frees those"
+        )
     optimizer, param = config.zero_optimization.offload_optimizer.device, config.zero_optimization.offload_param.device
     if param != "none" and optimizer != "nvme" and (param, optimizer) != ("cpu", "cpu"):
         where = "on the device" if optimizer == "none" else "in host memory"

@@ -7,6 +7,7 @@ are therefore the same at every stage, bit for bit.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ class Unit:
         resident: kept whole at stage 3 (`stage3_param_persistence_threshold`).
         trainable: has gradients and optimizer states.
         given_dtype: dtype in which the user gave the parameters; that of the masters is narrower where they are frozen.
+        travels: dtype in which gradients travel; None where that is `dtype`.
+        row: elements of a row, where the unit is one embedding whose gradient is exchanged as rows, else 0. Shards hold
+            whole rows then.
     """
 
     index: int
@@ -79,6 +83,8 @@ class Unit:
     resident: bool
     trainable: bool
     given_dtype: torch.dtype
+    travels: torch.dtype | None = None
+    row: int = 0
 
     @property
     def saved_dtype(self) -> torch.dtype:
@@ -209,15 +215,18 @@ def build_layout(
             spec.numel <= options.param_persistence_threshold
             and resident_numel + spec.numel <= options.model_persistence_threshold
         )
-        dtypes = (spec.dtype, spec.master_dtype, spec.given_dtype or spec.master_dtype)
+        dtypes = (spec.dtype, spec.master_dtype, spec.given_dtype or spec.master_dtype, spec.travels)
         kind = (resident, spec.trainable and spec.active, spec.trainable, dtypes)
-        if resident:
+        if spec.row:
+            resident_numel += spec.numel if resident else 0
+            key: tuple[object, ...] = (*kind, ROOT if resident else spec.scope, spec.name)
+        elif resident:
             resident_numel += spec.numel
             part, numel = fill.get(kind, (0, 0))
             if numel and numel + spec.numel > RESIDENT_UNIT_NUMEL:
                 part, numel = part + 1, 0
             fill[kind] = (part, numel + spec.numel)
-            key: tuple[object, ...] = (*kind, ROOT, part)
+            key = (*kind, ROOT, part)
         else:
             key = (*kind, spec.scope, 0)
         buckets.setdefault(key, []).append(spec)
@@ -248,17 +257,20 @@ def _lay(index: int, specs: list[ParamSpec], world_size: int, resident: bool, op
             slots.append(Slot(spec.name, spec.aliases, spec.shape, spec.group, end, spec.numel))
             end = _align(end + spec.numel, ALIGNMENT)
     head = specs[0]
+    multiple = world_size * math.lcm(options.alignment, head.row or 1)
     return Unit(
         index=index,
         scope=ROOT if resident else head.scope,
         slots=tuple(slots),
-        numel=max(_align(end, options.alignment * world_size), options.alignment * world_size),
+        numel=max(_align(end, multiple), multiple),
         world_size=world_size,
         dtype=head.dtype,
         master_dtype=head.master_dtype,
         resident=resident,
         trainable=head.trainable,
         given_dtype=head.given_dtype or head.master_dtype,
+        travels=head.travels,
+        row=head.row,
     )
 
 

@@ -31,6 +31,8 @@ class ParamSpec:
         scope: name of the module with which it is gathered, `ROOT` for the rest.
         active: whether it required a gradient when the layout was made; those that do not are kept apart.
         given_dtype: dtype in which the user gave it; None where that is `master_dtype`.
+        travels: dtype in which its gradient travels; None where that is `dtype`.
+        row: elements of a row, where its gradient is exchanged as rows; 0 where it is dense.
     """
 
     name: str
@@ -42,6 +44,8 @@ class ParamSpec:
     scope: str
     active: bool = True
     given_dtype: torch.dtype | None = None
+    travels: torch.dtype | None = None
+    row: int = 0
 
     @property
     def numel(self) -> int:

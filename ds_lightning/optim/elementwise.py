@@ -46,7 +46,9 @@ def check_supported(optimizer: torch.optim.Optimizer, stage: int, allow_untested
             "LBFGS evaluates its closure several times a step, which no ZeRO stage supports. Use another optimizer."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError("SparseAdam needs sparse gradients, which are not supported yet (sparse_gradients).")
+        raise ConfigError(
+            "SparseAdam steps on sparse gradients; reduced ones are dense, also with sparse_gradients. Use Adam."
+        )
     if takes_parts(optimizer):
         if on_disk:
             raise ConfigError(

@@ -20,6 +20,8 @@ class LossScaleOptions:
         hysteresis: overflows that are tolerated before the scale is halved.
         consecutive_hysteresis: refill the tolerance at every clean step, not only when the scale grows.
         min_loss_scale: an overflow at this scale, with the tolerance used up, ends the run.
+        max_loss_scale: the scale grows no further.
+        block: of the configuration, for messages.
     """
 
     loss_scale: float = 0.0
@@ -28,6 +30,8 @@ class LossScaleOptions:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: float = 1.0
+    max_loss_scale: float = math.inf
+    block: str = "fp16"
 
     def __post_init__(self) -> None:
         """Check ranges, for options that no configuration has checked.
@@ -45,12 +49,12 @@ class LossScaleOptions:
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(f"fp16.{name} must be a number from {low:g} to {high:g}, not {value!r}.")
+                raise ConfigError(f"{self.block}.{name} must be a number from {low:g} to {high:g}, not {value!r}.")
 
     @classmethod
     def from_block(cls, block: Any) -> LossScaleOptions:
         """From an `fp16` block, some of whose values may be "auto" still."""
-        values = {name: getattr(block, name) for name in cls.__dataclass_fields__}
+        values = {name: getattr(block, name) for name in cls.__dataclass_fields__ if hasattr(block, name)}
         return cls(**{name: value for name, value in values.items() if value not in ("auto", None)})
 
 
@@ -96,7 +100,7 @@ class LossScaler:
             return
         if self.scale <= self.options.min_loss_scale:
             raise ConfigError(
-                "The gradients overflow at the smallest loss scale (fp16.min_loss_scale="
+                f"The gradients overflow at the smallest loss scale ({self.options.block}.min_loss_scale="
                 f"{self.options.min_loss_scale:g}), after {self.skipped} skipped steps. The loss itself is "
                 "not finite, or fp16 cannot hold these "
                 "gradients: check the data and the learning rate, clip gradients, or train in bf16."
@@ -110,7 +114,7 @@ class LossScaler:
         if stable > 0 and stable % self.options.loss_scale_window == 0:
             if not self.options.consecutive_hysteresis:
                 self.tolerance = self.options.hysteresis
-            self.scale *= 2
+            self.scale = max(self.scale, min(self.scale * 2, self.options.max_loss_scale))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on with the same sequence of scales; plain numbers."""

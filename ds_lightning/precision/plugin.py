@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeC
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from ds_lightning.config.suggest import closest
@@ -20,11 +22,26 @@ from ds_lightning.optim import clip
 from ds_lightning.optim.sharded import ShardedOptimizer
 from ds_lightning.precision.dtypes import DtypePolicy
 from ds_lightning.precision.loss_scale import LossScaleOptions, LossScaler
+from ds_lightning.precision.safe_modules import DEFAULT, unused
 from ds_lightning.zero.engine import ZeroEngine
 
 _ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
 NAMES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """Mixed precision over parameters that stay in fp32.
+
+    A gather at stage 3 moves fp32 and an optimizer has no masters beside the parameters. Whoever wants 16-bit gathers
+    and shards uses the mixed precisions without this: the arithmetic is the same wherever autocast casts weights.
+
+    Attributes:
+        safe: classes of modules whose gradients travel in 16 bit; all others travel in fp32.
+    """
+
+    safe: tuple[type[nn.Module], ...] = ()
 
 
 class ZeroPrecision(Precision):
@@ -35,18 +52,20 @@ class ZeroPrecision(Precision):
     | `32-true` | fp32 | the parameters | no |
     | `bf16-mixed` | bf16 (vectors: fp32), under autocast | fp32 | no |
     | `16-mixed` | fp16 (vectors: fp32), under autocast | fp32 | yes |
-    | `bf16-true`, `16-true` | 16 bit throughout | none | no |
+    | `*-mixed` with `autocast` | fp32, cast by autocast operation by operation | the parameters | as above |
+    | `bf16-true`, `16-true` | 16 bit throughout | none | no, `16-true`: if `fp16` is given |
     | `64-true` | fp64 | the parameters | no |
 
     Args:
         precision: one of the names above, or Lightning's short forms (16, "bf16", 32 ...).
-        fp16: the loss scale of `16-mixed`.
+        fp16: the loss scale of `16-mixed` and `16-true`.
         cast_inputs: cast floating inputs to the compute dtype (`fp16.auto_cast`); always done for `*-true`.
         check_grad_overflow: `bf16.check_grad_overflow`: skip steps with non-finite gradients.
         device: where autocast acts; None takes it from the engine.
+        autocast: leave parameters of `*-mixed` in fp32, as plain Lightning does.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: for an unknown name, or `autocast` with a precision that is not mixed.
     """
 
     precision: Any = "32-true"
@@ -64,6 +83,7 @@ class ZeroPrecision(Precision):
         cast_inputs: bool = False,
         check_grad_overflow: bool = False,
         device: str | None = None,
+        autocast: Autocast | None = None,
     ) -> None:
         self.precision = _canonical(precision)
         width, _, kind = self.precision.partition("-")
@@ -72,10 +92,13 @@ class ZeroPrecision(Precision):
         self.cast_inputs = cast_inputs or (kind == "true" and self.dtype != torch.float32)
         self.check_grad_overflow = check_grad_overflow
         self.fp16 = fp16
-        self.loss_scaler = LossScaler(fp16) if self.precision == "16-mixed" else None
+        self.loss_scaler = self._make_scaler(fp16)
+        self.autocast = autocast
+        self._check_autocast()
         self.skipped_steps = 0
         self.last_step_skipped = False
         self._autocast_device = device
+        self._noted = False
         self._engine: ZeroEngine | None = None
         self._scale_in_backward = 1.0
         self._unscaled: dict[int, tuple[bool, int]] = {}  # by optimizer: overflow, and after how many backwards
@@ -112,24 +135,50 @@ class ZeroPrecision(Precision):
             f"{', '.join(NAMES)}, or a subclass of ds_lightning.ZeroPrecision."
         )
 
-    def complete(self, fp16: LossScaleOptions | None, cast_inputs: bool, check_grad_overflow: bool) -> None:
+    def _make_scaler(self, fp16: LossScaleOptions | None) -> LossScaler | None:
+        wanted = self.precision == "16-mixed" or (self.precision == "16-true" and fp16 is not None)
+        return LossScaler(fp16) if wanted else None
+
+    def _check_autocast(self) -> None:
+        if self.autocast is not None and not self.mixed:
+            raise ConfigError(
+                f"ZeroPrecision(autocast=...) with {self.precision}: autocast computes in 16 bit with fp32 weights. "
+                "Use 'bf16-mixed' or '16-mixed'."
+            )
+
+    def complete(
+        self,
+        fp16: LossScaleOptions | None,
+        cast_inputs: bool,
+        check_grad_overflow: bool,
+        autocast: Autocast | None = None,
+    ) -> None:
         """Take from a configuration what the arguments left open.
 
         Args:
             fp16: the configuration's loss scale; None when it says nothing about it.
             cast_inputs: as in the constructor.
             check_grad_overflow: as in the constructor.
+            autocast: the configuration's.
 
         Raises:
-            ConfigError: when both say something different about the loss scale.
+            ConfigError: when both say something different.
         """
-        if self.precision == "16-mixed" and fp16 is not None:
+        if autocast is not None:
+            if self.autocast not in (None, autocast):
+                raise ConfigError(
+                    f"The configuration ({autocast}) and ZeroPrecision(autocast={self.autocast}) differ. Keep one of "
+                    "the two."
+                )
+            self.autocast = autocast
+            self._check_autocast()
+        if self.dtype == torch.float16 and fp16 is not None:
             if self.fp16 not in (None, fp16):
                 raise ConfigError(
-                    f"The fp16 block of the configuration ({fp16}) and ZeroPrecision(fp16={self.fp16}) differ. Keep "
-                    "one of the two."
+                    f"The {fp16.block} block of the configuration ({fp16}) and ZeroPrecision(fp16={self.fp16}) "
+                    "differ. Keep one of the two."
                 )
-            self.loss_scaler = LossScaler(fp16)
+            self.loss_scaler = self._make_scaler(fp16)
         self.cast_inputs = self.cast_inputs or (cast_inputs and self.precision == "16-mixed")
         self.check_grad_overflow = self.check_grad_overflow or (
             check_grad_overflow and self.precision.startswith("bf16")
@@ -149,6 +198,9 @@ class ZeroPrecision(Precision):
     @property
     def dtypes(self) -> DtypePolicy:
         """In which dtypes parameters compute and are updated."""
+        if self.autocast is not None:
+            safe = self.autocast.safe
+            return DtypePolicy(low=self.dtype if safe else None, safe=safe)
         return DtypePolicy(self.dtype if self.mixed else None)
 
     @property
@@ -160,6 +212,12 @@ class ZeroPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """`*-true`: the whole module takes the dtype. Mixed: parameters are cast when they are sharded."""
+        if self.autocast is not None and self.autocast.safe is not DEFAULT:
+            names = unused(self.autocast.safe, module)
+            if names:
+                rank_zero_info(
+                    f"ds_lightning: the model has no module of lower_precision_safe_modules {', '.join(names)}"
+                )
         if self.mixed or self.dtype == torch.float32:
             return module
         if any(parameter.dtype.itemsize == 1 for parameter in module.parameters()):
@@ -184,11 +242,24 @@ class ZeroPrecision(Precision):
     def forward_context(self) -> Generator[None, None, None]:
         """Autocast, without its weight cache: it would keep 16-bit copies of gathered weights alive."""
         if self.mixed:
+            self._note_outer_autocast()
             with torch.autocast(self.device, dtype=self.dtype, cache_enabled=False):
                 yield
         else:
             with self.tensor_init_context():
                 yield
+
+    def _note_outer_autocast(self) -> None:
+        """Say once that an autocast around the whole run does not act; one inside the module's code does."""
+        if self._noted or not torch.is_autocast_enabled(self.device):
+            return
+        outer = torch.get_autocast_dtype(self.device)
+        if outer != self.dtype:
+            self._noted = True
+            rank_zero_warn(
+                f"An autocast to {outer} around the step is overridden by precision {self.precision}, which casts to "
+                f"{self.dtype}. Autocast inside the module's own code acts as usual."
+            )
 
     # Backward and step ----------------------------------------------------------------------------------------------
 

@@ -92,7 +92,8 @@ class ZeroEngine:
         self.companions: list[Companion] = []
         named = named_parameters(module)
         check_parameters(named)
-        _check_modules(module)
+        if not self.options.sparse:
+            _check_modules(module)
         self.table = ParameterTable(named)
         self.ledger = Ledger()
         self.agreement = Agreement(topology)
@@ -207,10 +208,29 @@ class ZeroEngine:
                 master = torch.float32  # given in 16 bit and unfrozen
             scope = scope_of(names, scopes)
             active = parameter.requires_grad
+            holders = self._holders(names)
+            travels = policy.travels(holders, given) if group >= 0 else None
+            row = _row(parameter.shape, holders) if group >= 0 and self.options.sparse else 0
             specs.append(
-                ParamSpec(names[0], tuple(names[1:]), parameter.shape, dtype, master, group, scope, active, given)
+                ParamSpec(
+                    names[0],
+                    tuple(names[1:]),
+                    parameter.shape,
+                    dtype,
+                    master,
+                    group,
+                    scope,
+                    active,
+                    given,
+                    travels,
+                    row,
+                )
             )
         return specs
+
+    def _holders(self, names: Sequence[str]) -> list[nn.Module]:
+        """All modules that register a parameter of these names."""
+        return [self._owners[name] for name in names if name in self._owners]
 
     def _make_homes(self) -> Homes | None:
         policy, plan = self.options.offload, self.plan
@@ -625,6 +645,13 @@ def _check_modules(module: nn.Module) -> None:
     ]
     if sparse:
         raise ConfigError(
-            f"{', '.join(sparse)}: nn.Embedding(sparse=True) makes sparse gradients, which are not supported yet "
-            "(sparse_gradients). Use sparse=False."
+            f"{', '.join(sparse)}: nn.Embedding(sparse=True) makes sparse gradients, which are reduced as rows with "
+            "sparse_gradients=true in the configuration only. Set the key, or use sparse=False."
         )
+
+
+def _row(shape: torch.Size, holders: Sequence[nn.Module]) -> int:
+    """Elements of a row of an embedding; 0 for what is none, or has dense gradients because it is a layer as well."""
+    kinds = [isinstance(holder, nn.Embedding | nn.EmbeddingBag) for holder in holders]
+    sparse = any(kind and holder.sparse for kind, holder in zip(kinds, holders, strict=True))
+    return shape[1] if len(shape) == 2 and shape.numel() and (all(kinds) or sparse) else 0

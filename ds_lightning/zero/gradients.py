@@ -39,7 +39,7 @@ class UnitGradients:
         self.home = buffers.home
         self.unit = unit
         self.parameters = buffers.parameters
-        self.dtype = dtype or unit.dtype
+        self.dtype = dtype or unit.travels or unit.dtype
         self.kept = kept or unit.master_dtype
         self._sharded = plan.shard_optimizer
         self.whole = not self._sharded

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from ds_lightning.comm.averaging import Averaging
 from ds_lightning.comm.feedback import FeedbackOptions
 from ds_lightning.config import ResolvedConfig
 from ds_lightning.layout.flat import LayoutOptions
 from ds_lightning.layout.units import LeafModules
 from ds_lightning.offload.policy import Home, OffloadPolicy
-from ds_lightning.precision.dtypes import DtypePolicy
+from ds_lightning.precision.dtypes import DTYPES, DtypePolicy
 from ds_lightning.teams import Grouping
 from ds_lightning.topology import Topology
 from ds_lightning.zero.reduce import ReduceOptions
 from ds_lightning.zero.transport import TransportOptions
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +32,7 @@ class EngineOptions:
         max_live: `stage3_max_live_parameters`; bounds prefetching, and decides whether evaluation gathers the whole
             model once.
         max_reuse_distance: `stage3_max_reuse_distance`; None keeps a unit only when it is needed again at once.
+        sparse: `sparse_gradients`; gradients of embeddings are exchanged as rows.
         allow_untested_optimizer: `zero_allow_untested_optimizer`.
         transport: how sharded units travel.
         offload: where shards live that are not on the device; None keeps all of them there.
@@ -50,6 +47,7 @@ class EngineOptions:
     prefetch: int | None = None
     max_live: int = 1_000_000_000
     max_reuse_distance: int | None = None
+    sparse: bool = False
     allow_untested_optimizer: bool = False
     transport: TransportOptions = field(default_factory=TransportOptions)
     offload: OffloadPolicy | None = None
@@ -87,7 +85,7 @@ class EngineOptions:
                 tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
             ),
             reduce=ReduceOptions(
-                dtype=_DTYPES[dtype] if dtype else None,
+                dtype=DTYPES[dtype] if dtype else None,
                 piece=max(1, int(zero.reduce_bucket_size)),
                 # At stages below 3 the reference's default is no overlap, which has no advantage here.
                 overlap=bool(zero.overlap_comm) or "zero_optimization.overlap_comm" not in given,
@@ -97,7 +95,7 @@ class EngineOptions:
                     bool(resolved.prescale_gradients),
                     float(resolved.gradient_predivide_factor),
                 ),
-                accumulate=_DTYPES[accumulate] if accumulate else None,
+                accumulate=DTYPES[accumulate] if accumulate else None,
             ),
             dtypes=dtypes or DtypePolicy(),
             allgather_piece=max(1, int(zero.allgather_bucket_size)),
@@ -105,6 +103,7 @@ class EngineOptions:
             prefetch=chosen("stage3_prefetch_bucket_size"),
             max_live=int(zero.stage3_max_live_parameters),
             max_reuse_distance=chosen("stage3_max_reuse_distance"),
+            sparse=bool(resolved.sparse_gradients),
             allow_untested_optimizer=bool(resolved.zero_allow_untested_optimizer),
             transport=TransportOptions(
                 quantized_weights=bool(zero.zero_quantized_weights) and zero.stage == 3,

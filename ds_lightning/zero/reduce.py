@@ -32,6 +32,7 @@ from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
 from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.residency import TAGS
+from ds_lightning.zero.rows import RowExchange, RowGradients
 from ds_lightning.zero.transport import Transport
 
 REDUCE_TAG = 1
@@ -106,6 +107,7 @@ class GradientReducer:
         self._completed: list[int] = []
         self._in_flight: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()
         self._stale: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()  # of a failed backward
+        self._rows = RowExchange(collectives, agreement, options.averaging)
         self.sync = True
         self.keeps_local: Callable[[], bool] = _never
         for buffers in units:
@@ -117,18 +119,23 @@ class GradientReducer:
         # A sum would count what `p.grad` shows of earlier backwards once for each rank.
         shows = self._options.averaging.op == "mean"
         options = self._options
+        if buffers.unit.row:
+            self.units[index] = RowGradients(buffers, self._plan, options.dtype, options.accumulate)
+            return
         self.units[index] = UnitGradients(buffers, self._plan, options.dtype, options.accumulate, shows)
         # Backward runs roughly against the order of registration, what lies in no block is complete last; the first
         # backward shows the true order.
         self._order = sorted(
-            self.units, key=lambda unit: (unit in self._late, self.units[unit].unit.scope == ROOT, -unit)
+            (unit for unit in self.units if not self.units[unit].unit.row),
+            key=lambda unit: (unit in self._late, self.units[unit].unit.scope == ROOT, -unit),
         )
         self._learnt = False
 
     def remove(self, index: int) -> None:
         """Forget a unit."""
         del self.units[index]
-        self._order.remove(index)
+        if index in self._order:
+            self._order.remove(index)
         self._late.discard(index)
         self._absent.discard(index)
 
@@ -147,7 +154,8 @@ class GradientReducer:
             return  # some hook ran twice (reentrant checkpointing); the rest comes later, or at the end
         gradients.complete = True
         index = gradients.unit.index
-        self._completed.append(index)
+        if not gradients.unit.row:
+            self._completed.append(index)
         self._on_complete(index)
         if self._communicates:
             self._advance()
@@ -172,7 +180,7 @@ class GradientReducer:
         """
         if not self._communicates:
             return
-        places = [self._order.index(index) for index in indices if index in self.units and index not in self._late]
+        places = [self._order.index(index) for index in indices if index in self._order and index not in self._late]
         last = max(places, default=-1)
         while self._cursor <= last:
             gradients = self.units[self._order[self._cursor]]
@@ -316,6 +324,8 @@ class GradientReducer:
         for index in self._order:
             while self.units[index].launched < targets[index]:
                 self._launch(self.units[index])
+        rows = [g for g in units if isinstance(g, RowGradients) and targets[g.unit.index]]
+        dense = self._reduce_rows(rows)
         self._drain()
         if learnt:
             self._order = learnt + [index for index in self._order if index not in learnt]
@@ -325,7 +335,18 @@ class GradientReducer:
         if self.sync:
             self.settle()
         if not self._plan.shard_optimizer:
-            self._gather_gradients([g for g in units if targets[g.unit.index] and g.unit.index not in absent])
+            reduced = [g for g in units if targets[g.unit.index] and g.unit.index not in absent]
+            self._gather_gradients([g for g in reduced if not g.unit.row or g in dense])
+
+    def _reduce_rows(self, units: Sequence[RowGradients]) -> Sequence[UnitGradients]:
+        """See [Note: rows instead of units]. Returns the units that were reduced densely."""
+        if not units:
+            return ()
+        with torch.no_grad():
+            dense = self._rows.run(units)
+        for gradients in dense:
+            self._launch(gradients)
+        return dense
 
     def settle(self) -> None:
         """Sum what copies of the model hold apart (MiCS). Collective.

@@ -608,3 +608,34 @@ def test_the_configuration_completes_a_plugin_of_the_user():
 def test_an_automatic_block_follows_the_trainer(name):
     config = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
     assert trainer(strategy=dsl.ZeroStrategy(config=config), precision=name).precision == name
+
+
+# Buffers -------------------------------------------------------------------------------------------------------------
+
+
+class Buffers(Net):
+    """Floating buffers, one of them shared, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__(slow)
+        self.register_buffer("frequencies", 1.0 / 10_000.0 ** torch.linspace(0, 1, 4))
+        self.head.register_buffer("again", self.frequencies, persistent=False)
+        self.register_buffer("count", torch.tensor(3))
+
+
+def buffer_dtypes() -> None:
+    given = 1.0 / 10_000.0 ** torch.linspace(0, 1, 4)
+    for stage in common.STAGES:
+        for name, precision in (("bf16", "32-true"), ("fp32", "bf16-true"), ("fp16", "bf16-mixed")):
+            module = Buffers()
+            plugin = dsl.ZeroPrecision(precision)
+            fit(module, zero(stage, {"data_types": {"buffer_dtype": name}}), plugins=[plugin])
+            dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[name]
+            assert torch.equal(module.frequencies, given.to(dtype)), "cast once, from what the user gave"
+            assert module.head.again is module.frequencies
+            assert module.offset.dtype == dtype
+            assert module.count.dtype == torch.int64
+
+
+def test_floating_buffers_take_the_dtype_that_the_configuration_names():
+    run_ranks(buffer_dtypes, 2)

@@ -49,20 +49,20 @@ class Bf16Config(Block):
 
 @dataclass
 class AmpConfig(Block):
-    """NVIDIA apex; every key but `enabled` is an argument of `amp.initialize`."""
+    """The arguments of apex's `amp.initialize`, done by torch's autocast: see `config.amp`."""
 
-    enabled: bool = key(False, "Use apex.")
+    enabled: bool = key(False, "Mixed precision at an optimization level.")
     opt_level: str = key("O1", "O0 to O3.", choices=("O0", "O1", "O2", "O3"))
-    loss_scale: Any = key(None, "A number or dynamic.")
+    loss_scale: Any = key(None, "A number or dynamic; null is the level's.")
     cast_model_type: Any = key(None, "dtype of the model.")
     patch_torch_functions: Any = key(None, "Patch torch functions.")
     keep_batchnorm_fp32: Any = key(None, "Batch norm in fp32.")
     master_weights: Any = key(None, "Keep masters.")
     cast_model_outputs: Any = key(None, "dtype of outputs.")
-    num_losses: int = key(1, "Number of losses.", at_least=1)
-    verbosity: int = key(1, "0 is quiet.")
-    min_loss_scale: Any = key(None, "Floor of the scale.")
-    max_loss_scale: float = key(2.0**24, "Ceiling of the scale.", above=0)
+    num_losses: int = key(1, "Number of losses.", at_least=1, status="inert", remark="one loss scale serves all losses")
+    verbosity: int = key(1, "0 is quiet.", status="inert", remark="strategy.loss_scale and skipped_steps tell all")
+    min_loss_scale: Any = key(None, "Floor of a dynamic scale; null is 1. An overflow at the floor ends the run.")
+    max_loss_scale: float = key(2.0**24, "Ceiling of a dynamic scale.", at_least=1)
 
 
 @dataclass

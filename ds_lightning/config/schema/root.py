@@ -87,7 +87,7 @@ class DeepSpeedConfig(Block):
     scheduler: SchedulerConfig = key(SchedulerConfig, "The schedule.")
     fp16: Fp16Config = key(Fp16Config, "16-bit floats.")
     bf16: Bf16Config = key(Bf16Config, "bfloat16.", renamed={"bfloat16": None})
-    amp: AmpConfig = key(AmpConfig, "NVIDIA apex.")
+    amp: AmpConfig = key(AmpConfig, "The levels of NVIDIA apex.")
     torch_autocast: TorchAutocastConfig = key(TorchAutocastConfig, "Native autocast.")
     data_types: DataTypesConfig = key(DataTypesConfig, "Types of what is stored.")
     zero_optimization: ZeroConfig = key(ZeroConfig, "Sharding.")

@@ -22,7 +22,6 @@ def stage(number, **rest):
             {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
             "torch_autocast.enabled",
         ),
-        ({"amp": {"enabled": True}, **stage(1)}, "amp works at stage 0 only"),
         ({"bf16": {"bf16_optimizer_states": True}}, "needs bf16.bf16_master_weights_and_grads"),
         (
             {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}},
@@ -188,9 +187,6 @@ def test_stage_checks_wait_for_the_stage():
     [
         (stage(3, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_offload"),
         (stage(2, zenflow={}), "zero_optimization.zenflow"),
-        ({"amp": {"enabled": True}}, "amp.enabled"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
-        ({"sparse_gradients": True}, "sparse_gradients"),
         ({"sparse_attention": {}}, "sparse_attention"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled"),
@@ -212,10 +208,10 @@ def test_what_is_not_built_yet_loads_but_does_not_resolve(data, key):
 
 
 def test_all_unsupported_features_are_listed_together_with_other_conflicts():
-    parsed = load({"sparse_gradients": True, "amp": {"enabled": True}, "gradient_clipping": 1.0})
+    parsed = load({"autotuning": {"enabled": True}, "eigenvalue": {"enabled": True}, "gradient_clipping": 1.0})
     with pytest.raises(ConfigError, match="3 problems") as raised:
         resolve(parsed, Facts(gradient_clip_val=2.0))
-    for key in ("sparse_gradients", "amp.enabled", "gradient_clipping"):
+    for key in ("autotuning.enabled", "eigenvalue.enabled", "gradient_clipping"):
         assert f"{key}: " in str(raised.value)
 
 

@@ -11,7 +11,7 @@ from ds_lightning.errors import ConfigError
 FILES = sorted((Path(__file__).parents[2] / "data" / "ds_configs").glob("*.json"))
 UNSUPPORTED = {
     "adam": set(),
-    "amp": {"amp.enabled"},
+    "amp": set(),
     "autotuning": {"autotuning.enabled"},
     "data_efficiency": {"data_efficiency.enabled"},
     "full_zero3_nvme": set(),
@@ -39,7 +39,6 @@ FACTS = Facts(
 def without_unbuilt(data):
     """The configuration without what is not built yet, to see the rest of it resolve."""
     for name in (
-        "amp",
         "autotuning",
         "data_efficiency",
         "sparse_attention",

@@ -14,7 +14,7 @@ DATA = {
         "stge": 1,
     },
     "bf16": {"enabled": "auto"},
-    "sparse_gradients": True,
+    "autotuning": {"enabled": True},
     "nebula": {"a": 1},
     "gradient_clipping": 1.0,
     "wall_clock_breakdown": True,
@@ -33,7 +33,7 @@ def test_every_given_key_has_a_row_with_its_status():
         "zero_optimization.stage3_max_live_parameters": "inert",
         "zero_optimization.stge": "error",
         "bf16.enabled": "auto",
-        "sparse_gradients": "not supported yet",
+        "autotuning.enabled": "not supported yet",
         "nebula": "ignored",
         "gradient_clipping": "used",
         "wall_clock_breakdown": "inert",
@@ -46,7 +46,7 @@ def test_remarks_explain():
     assert rows["zero_optimization.stge"].remark == "unknown key; did you mean 'zero_optimization.stage'?"
     assert rows["zero_optimization.stage3_max_live_parameters"].remark == "inert at stage 2"
     assert rows["bf16.enabled"].remark == "comes from Trainer(precision=...)"
-    assert rows["sparse_gradients"].remark == "true is not supported yet; set it to false"
+    assert rows["autotuning.enabled"].remark == "true is not supported yet; set it to false"
     assert rows["zero_optimization.prefetch_bucket_size"].value == 5
 
 

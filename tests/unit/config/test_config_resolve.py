@@ -403,3 +403,15 @@ def test_notes_tell_what_was_renamed_ignored_or_inert():
 def test_the_module_keeps_its_own_optimizer_with_a_note():
     resolved = resolve(load({"optimizer": {"type": "Adam"}}), Facts(has_optimizer=True))
     assert any("brings its own optimizer" in note for note in resolved.notes)
+
+
+def test_a_configuration_without_clipping_says_that_its_default_is_another_one():
+    def told(data, **facts):
+        return any("where DeepSpeed clips" in note for note in resolve(load(data), Facts(**facts)).notes)
+
+    data = {"zero_optimization": {"stage": 1}}
+    assert told(data)
+    assert not told(data, gradient_clip_val=0.5)
+    assert not told({**data, "gradient_clipping": 0})
+    assert not told({**data, "gradient_clipping": "auto"})
+    assert not told({})
