@@ -297,25 +297,28 @@ class _PointToPoint(Collectives):
         place, size = self.team.place, self.team.size
         return [(peer, self.team.ranks[peer]) for peer in ((place + step) % size for step in range(1, size))]
 
-    def _exchange(
+    def _pairwise(
         self,
         outgoing: Sequence[torch.Tensor] | torch.Tensor,
         incoming: Sequence[torch.Tensor] | torch.Tensor,
-        pieces: Sequence[tuple[int, int]],
         tag: int,
         describe: Callable[[str], str],
+        pieces: Sequence[tuple[int, int]] | None = None,
     ) -> list[Any]:
         """Begin to send each place its row of `outgoing`, piece by piece, and to receive its row of `incoming`."""
         group, nodes = self.topology.data_group, self.topology.teams.nodes
         works: list[Any] = []
 
+        def cut(row: torch.Tensor) -> list[torch.Tensor]:
+            if pieces is not None:
+                return [row[lo:hi] for lo, hi in pieces]
+            return [row] if row.numel() else []
+
         def send(peer: int, rank: int) -> None:
-            row = outgoing[peer]
-            works.extend(dist.isend(row[lo:hi], group=group, group_dst=rank, tag=tag) for lo, hi in pieces)
+            works.extend(dist.isend(part, group=group, group_dst=rank, tag=tag) for part in cut(outgoing[peer]))
 
         def receive(peer: int, rank: int) -> None:
-            row = incoming[peer]
-            works.extend(dist.irecv(row[lo:hi], group=group, group_src=rank, tag=tag) for lo, hi in pieces)
+            works.extend(dist.irecv(part, group=group, group_src=rank, tag=tag) for part in cut(incoming[peer]))
 
         try:
             for peer, rank in self._peers():
@@ -331,28 +334,20 @@ class _PointToPoint(Collectives):
         chunks = full.view(self.team.size, -1)
         pieces = self._pieces(chunks.shape[1], piece)
         describe = self._describer("all-gather", what)
-        works = self._exchange([chunks[own]] * self.team.size, chunks, pieces, tag, describe)
+        works = self._pairwise([chunks[own]] * self.team.size, chunks, tag, describe, pieces)
         self._sent("all_gather", chunks[own].nbytes)
         return Pending(works, (full,), describe)
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
         describe = self._describer("all-to-all", what)
-        works = self._exchange(sent, received, [(0, sent.shape[1])], tag, describe)
+        works = self._pairwise(sent, received, tag, describe)
         received[self.team.place].copy_(sent[self.team.place])
         self._sent("all_to_all", sent[0].nbytes)
         return Pending(works, (sent, received), describe)
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], what: str, tag: int) -> Pending:
-        group, describe = self.topology.data_group, self._describer("exchange", what)
-        works: list[Any] = []
-        try:
-            for peer, rank in self._peers():
-                if sent[peer].numel():
-                    works.append(dist.isend(sent[peer], group=group, group_dst=rank, tag=tag))
-                if received[peer].numel():
-                    works.append(dist.irecv(received[peer], group=group, group_src=rank, tag=tag))
-        except RuntimeError as error:
-            raise TopologyError(describe(str(error))) from error
+        describe = self._describer("exchange", what)
+        works = self._pairwise(sent, received, tag, describe)
         self._exchanged(sent)
         return Pending(works, (*sent, *received), describe)
 
@@ -382,7 +377,7 @@ class _PointToPoint(Collectives):
         sources = [chunks[own] if peer == own else take(chunks.shape[1]) for peer in range(size)]
         pieces = self._pieces(chunks.shape[1], piece)
         describe = self._describer("reduce-scatter", what)
-        works = self._exchange(chunks, sources, pieces, tag, describe)
+        works = self._pairwise(chunks, sources, tag, describe, pieces)
         self._sent("reduce_scatter", chunks[own].nbytes)
         return PendingReduce(Pending(works, (full, *sources), describe), sources)
 

@@ -44,7 +44,8 @@ def zero_precision(plugin: Precision, parsed: ParsedConfig) -> Precision:
     _check(name, wanted, device)
     return ZeroPrecision(
         name,
-        fp16=_loss_scale(parsed),
+        # `16-true` has a loss scale only where a block asks for one.
+        fp16=_loss_scale(parsed) if name == "16-mixed" or _says_loss_scale(parsed) else None,
         cast_inputs=fp16.auto_cast is True and name == "16-mixed",
         check_grad_overflow=bf16.check_grad_overflow is True and name.startswith("bf16"),
         device=device,
