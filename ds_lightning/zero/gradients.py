@@ -38,7 +38,9 @@ class UnitGradients:
         self.unit = unit
         self.parameters = buffers.parameters
         self.dtype = dtype or unit.dtype
-        self.kept = kept or unit.master_dtype
+        # fp16 is for loss-scaled gradients: unscaled in it, small ones would be gone before the step widens them.
+        loses = buffers.narrow and unit.master_dtype is torch.float16
+        self.kept = kept or (torch.float32 if loses else unit.master_dtype)
         self.whole = not plan.shard_optimizer
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
         self.exposes = shows and self.whole and unit.dtype == unit.master_dtype == self.kept
