@@ -170,6 +170,9 @@ class ZeroStrategy(Checkpointing):
     def last_grad_norm(self) -> float | None:
         """Global 2-norm of the gradients of the last step: averaged, unscaled, before clipping; None before the first.
 
+        In compressed steps of a 1-bit optimizer every rank has its own gradient: then the root of the mean square of
+        their norms.
+
         Equal on all ranks; reading it does not communicate.
         """
         return self.engine.norms.last() if self.engine is not None else None
@@ -379,6 +382,11 @@ class ZeroStrategy(Checkpointing):
             self._resolved = resolve(self._parsed, self._facts(self.lightning_module.trainer, self._made))
         self._resumption.start_training(*self._run())
 
+    def on_train_end(self) -> None:
+        """Training is over: ranks are equal from now on."""
+        if self.engine is not None:
+            self.engine.settle()
+
     def process_dataloader(self, dataloader: object) -> object:
         """In a run that resumes within an epoch: the train dataloader without the samples that have been used."""
         return self._resumption.process_dataloader(*self._run(), dataloader)
@@ -491,6 +499,7 @@ class ZeroStrategy(Checkpointing):
     def _begin_evaluation(self) -> None:
         self._tidy()
         if self.engine is not None:
+            self.engine.settle()
             self.engine.passes.begin_evaluation()
             for metric in metrics_of(self.engine.module):
                 metric.distributed_available_fn = Meeting(self._meet, metric.distributed_available_fn)

@@ -127,6 +127,7 @@ class EMA(Callback):
         if found is None or found.engine.values.showing:
             yield
             return
+        found.engine.settle()
         found.engine.values.show(found.vectors)
         try:
             yield
@@ -259,6 +260,7 @@ class EMA(Callback):
         found = self._live()
         if found is not None and found.engine is _strategy(trainer).engine and not found.engine.values.showing:
             self._shown = found
+            found.engine.settle()
             found.engine.values.show(found.vectors)
 
     def _load_evaluated(self, trainer: Trainer) -> None:

@@ -78,6 +78,7 @@ class CheckpointSaver:
     def module_state(self, engine: ZeroEngine, module: nn.Module, exclude_frozen: bool) -> dict[str, Any]:
         """The module's `state_dict`, with logical tensors for parameters. Every rank begins a checkpoint with it."""
         engine.follow_groups()
+        engine.settle(everything=True)
         self._drop_snapshot()
         self._snapshot = Snapshot(engine.topology)
         self._swapped = engine.swaps
@@ -101,6 +102,7 @@ class CheckpointSaver:
         """An optimizer's state in torch's own format, with logical tensors. Collective."""
         if self._snapshot is None:
             engine.follow_groups()
+            engine.settle(everything=True)
             self._snapshot = Snapshot(engine.topology)
             self._swapped = engine.swaps
         return state.optimizer_state(engine, sharded, self._snapshot)

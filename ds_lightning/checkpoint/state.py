@@ -62,7 +62,7 @@ def optimizer_state(engine: ZeroEngine, sharded: ShardedOptimizer, snapshot: Sna
     groups: list[dict[str, Any]] = []
     place = 0
     for group, members in zip(sharded.optimizer.param_groups, names, strict=True):
-        packed = {key: value for key, value in group.items() if key != "params"}
+        packed = {key: value for key, value in group.items() if key not in {"params", *sharded.kept_keys}}
         packed["params"] = list(range(place, place + len(members)))
         groups.append(packed)
         for name in members:

@@ -3,8 +3,11 @@
 [Note: point to point on gloo] Gloo's own all-gather and reduce-scatter are slow, the latter moves as many bytes as an
 all-reduce, and neither fixes the order of the sum. Here both are pairwise `isend`/`irecv` of the chunks, straight from
 and into place: half an all-reduce's bytes each, and every rank sums its chunk in rank order, so results do not depend
-on timing, bucket sizes or the stage. A rank sends first: to receive invites what the peer has ready, and gloo's thread
-keeps the pair locked while it reads that, so that a send behind it would block.
+on timing, bucket sizes or the stage.
+
+Within a machine a rank sends first: to receive invites what the peer has ready, and gloo's thread keeps the pair locked
+while it reads that, so that a send behind it would block. Between machines it receives first: there the wire is what
+takes time, and a peer that is not invited yet does not use it.
 
 NCCL has good native collectives on a stream of its own: issued asynchronously they overlap with compute, and waiting
 only makes the compute stream wait.
@@ -184,14 +187,25 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
-        """Send row p of `sent` to the rank at place p, which finds it in the row of this rank's place.
+        """Row p of `received` becomes what the rank at place p has in the row of this rank's place.
 
         Args:
-            sent: `[team, n]`, not to be touched until it is over.
-            received: of the same shape. The row of this rank's place is of no use.
+            sent: `[team, n]`, contiguous, not to be touched until it is over.
+            received: another tensor of the same shape and dtype.
             what: name for messages.
             tag: distinguishes operations that are in flight together.
         """
+
+    def average(self, values: torch.Tensor, what: str, tag: int) -> None:
+        """Replace `values` (`[world_size * chunk]`) by their mean over ranks, summed in rank order, and wait."""
+        world = self.topology.world_size
+        if world == 1:
+            return
+        pending = self.reduce_scatter(values, what, tag, values.numel(), values.new_empty)
+        own = values.new_empty(values.numel() // world)
+        pending.finish(own, 1.0 / world, False)
+        values.view(world, -1)[self.topology.rank].copy_(own)
+        self.all_gather(values, what, tag, values.numel()).wait()
 
     def broadcast(self, values: torch.Tensor, what: str, source: int = 0) -> None:
         """Make `values` equal to those of rank `source` on all ranks, those outside the team too, and wait."""
@@ -231,9 +245,6 @@ class Collectives(abc.ABC):
 class _Alone(Collectives):
     """One rank: nothing to move."""
 
-    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
-        return Pending([], (), str)
-
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
         return Pending([], (), str)
 
@@ -241,6 +252,10 @@ class _Alone(Collectives):
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
     ) -> PendingReduce:
         return PendingReduce(Pending([], (), str), [full])
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
+        received.copy_(sent)
+        return Pending([], (), str)
 
     def collect(self, own: torch.Tensor, full: torch.Tensor | None, what: str, tag: int) -> Pending:
         if full is not None:
@@ -256,32 +271,48 @@ class _PointToPoint(Collectives):
         place, size = self.team.place, self.team.size
         return [(peer, self.team.ranks[peer]) for peer in ((place + step) % size for step in range(1, size))]
 
+    def _exchange(
+        self,
+        outgoing: Sequence[torch.Tensor] | torch.Tensor,
+        incoming: Sequence[torch.Tensor] | torch.Tensor,
+        pieces: Sequence[tuple[int, int]],
+        tag: int,
+        describe: Callable[[str], str],
+    ) -> list[Any]:
+        """Begin to send each place its row of `outgoing`, piece by piece, and to receive its row of `incoming`."""
+        group, nodes = self.topology.data_group, self.topology.teams.nodes
+        works: list[Any] = []
+
+        def send(peer: int, rank: int) -> None:
+            row = outgoing[peer]
+            works.extend(dist.isend(row[lo:hi], group=group, group_dst=rank, tag=tag) for lo, hi in pieces)
+
+        def receive(peer: int, rank: int) -> None:
+            row = incoming[peer]
+            works.extend(dist.irecv(row[lo:hi], group=group, group_src=rank, tag=tag) for lo, hi in pieces)
+
+        try:
+            for peer, rank in self._peers():
+                far = nodes[rank] != nodes[self.topology.rank]
+                for begin in (receive, send) if far else (send, receive):
+                    begin(peer, rank)
+        except RuntimeError as error:
+            raise TopologyError(describe(str(error))) from error
+        return works
+
     def all_gather(self, full: torch.Tensor, what: str, tag: int, piece: int) -> Pending:
-        own, group = self.team.place, self.topology.data_group
+        own = self.team.place
         chunks = full.view(self.team.size, -1)
         pieces = self._pieces(chunks.shape[1], piece)
         describe = self._describer("all-gather", what)
-        works: list[Any] = []
-        try:
-            for peer, rank in self._peers():
-                for lo, hi in pieces:
-                    works.append(dist.isend(chunks[own, lo:hi], group=group, group_dst=rank, tag=tag))
-                for lo, hi in pieces:
-                    works.append(dist.irecv(chunks[peer, lo:hi], group=group, group_src=rank, tag=tag))
-        except RuntimeError as error:
-            raise TopologyError(describe(str(error))) from error
+        works = self._exchange([chunks[own]] * self.team.size, chunks, pieces, tag, describe)
         self._sent("all_gather", chunks[own].nbytes)
         return Pending(works, (full,), describe)
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, what: str, tag: int) -> Pending:
-        group, describe = self.topology.data_group, self._describer("all-to-all", what)
-        works: list[Any] = []
-        try:
-            for peer, rank in self._peers():
-                works.append(dist.isend(sent[peer], group=group, group_dst=rank, tag=tag))
-                works.append(dist.irecv(received[peer], group=group, group_src=rank, tag=tag))
-        except RuntimeError as error:
-            raise TopologyError(describe(str(error))) from error
+        describe = self._describer("all-to-all", what)
+        works = self._exchange(sent, received, [(0, sent.shape[1])], tag, describe)
+        received[self.team.place].copy_(sent[self.team.place])
         self._sent("all_to_all", sent[0].nbytes)
         return Pending(works, (sent, received), describe)
 
@@ -306,20 +337,12 @@ class _PointToPoint(Collectives):
     def reduce_scatter(
         self, full: torch.Tensor, what: str, tag: int, piece: int, take: Callable[[int], torch.Tensor]
     ) -> PendingReduce:
-        own, size, group = self.team.place, self.team.size, self.topology.data_group
+        own, size = self.team.place, self.team.size
         chunks = full.view(size, -1)
         sources = [chunks[own] if peer == own else take(chunks.shape[1]) for peer in range(size)]
         pieces = self._pieces(chunks.shape[1], piece)
         describe = self._describer("reduce-scatter", what)
-        works: list[Any] = []
-        try:
-            for peer, rank in self._peers():
-                for lo, hi in pieces:
-                    works.append(dist.isend(chunks[peer, lo:hi], group=group, group_dst=rank, tag=tag))
-                for lo, hi in pieces:
-                    works.append(dist.irecv(sources[peer][lo:hi], group=group, group_src=rank, tag=tag))
-        except RuntimeError as error:
-            raise TopologyError(describe(str(error))) from error
+        works = self._exchange(chunks, sources, pieces, tag, describe)
         self._sent("reduce_scatter", chunks[own].nbytes)
         return PendingReduce(Pending(works, (full, *sources), describe), sources)
 

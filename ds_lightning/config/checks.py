@@ -10,6 +10,7 @@ from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.optimizer import (
     BUILTIN_OPTIMIZERS,
     BUILTIN_SCHEDULES,
+    COMMUNICATION_BACKENDS,
     COMPRESSED_OPTIMIZERS,
     ENCODED_OPTIMIZERS,
     TORCH_OPTIMIZERS,
@@ -100,6 +101,29 @@ def _optimizer(config: DeepSpeedConfig, given: Given) -> Problems:
             f"{kind} looks at whole tensors, so its states cannot be on nvme, where steps go tile by tile; set it to "
             "'cpu', or use Adam",
         )
+
+
+def _compressed(config: DeepSpeedConfig, given: Given) -> Problems:
+    kind, params = config.optimizer.type, config.optimizer.params
+    if kind not in COMPRESSED_OPTIMIZERS:
+        return
+    name = params.get("comm_backend_name", "nccl")
+    if isinstance(name, str) and name not in COMMUNICATION_BACKENDS:
+        text = f"'{name}' is no backend that {kind} knows; {listed(COMMUNICATION_BACKENDS)}"
+        yield Problem("optimizer.params.comm_backend_name", text)
+    if params.get("amsgrad") is True:
+        yield Problem("optimizer.params.amsgrad", f"{kind} has no such variant; leave it out")
+    for key in ("freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
+        value = params.get(key)
+        if isinstance(value, int) and value < 1:
+            yield Problem(f"optimizer.params.{key}", f"must be at least 1, got {value}")
+    if config.zero_optimization.offload_optimizer.is_on:
+        yield Problem(
+            "zero_optimization.offload_optimizer.device",
+            f"{kind} keeps its states where it computes; set the device to 'none' or use Adam",
+        )
+    if config.gradient_allreduce_op == "sum":
+        yield Problem("gradient_allreduce_op", f"'sum' does not go with {kind}, which averages momenta; use 'mean'")
 
 
 def _optimizer_ranges(config: DeepSpeedConfig, given: Given) -> Problems:
@@ -227,11 +251,13 @@ def _accumulation_stage(config: DeepSpeedConfig, stage: int) -> Problems:
 
 def _compressed_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     kind = config.optimizer.type
-    if kind in COMPRESSED_OPTIMIZERS and stage > 0:
+    highest = COMPRESSED_OPTIMIZERS.get(kind or "")
+    if highest is not None and stage > highest:
+        stages = "stage 0 only" if highest == 0 else f"stages 0 and {highest}"
         yield Problem(
             "optimizer.type",
-            f"{kind} compresses whole momenta and works at stage 0 only, the stage is {stage}; "
-            "set the stage to 0 or use Adam",
+            f"{kind} compresses whole momenta and works at {stages}, the stage is {stage}; "
+            f"set the stage to {highest} or use Adam",
         )
 
 
@@ -325,6 +351,7 @@ _RULES: tuple[Callable[[DeepSpeedConfig, Given], Problems], ...] = (
     _amp,
     _optimizer,
     _optimizer_ranges,
+    _compressed,
     _scheduler,
     _activation,
     _nvme,

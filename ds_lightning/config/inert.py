@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_lightning.config.schema import DeepSpeedConfig
 from ds_lightning.config.schema.base import Block, rules
+from ds_lightning.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 
 _ON_DISK = {
     "aio": frozenset({"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events"}),
@@ -13,6 +14,8 @@ _ON_DISK = {
     "zero_optimization.offload_param": frozenset({"nvme_path", "buffer_count", "buffer_size", "max_in_cpu"}),
 }
 """Keys that act on swap files alone, by block."""
+
+_OF_THE_RUN = frozenset({"optimizer.params.comm_backend_name", "optimizer.params.cuda_aware"})
 
 
 def _on_disk(path: str, config: DeepSpeedConfig) -> bool:
@@ -33,6 +36,8 @@ def inert_reason(path: str, config: DeepSpeedConfig, stage: int, autos: frozense
 
     A key is inert when its feature is off, or when it acts at other stages only.
     """
+    if path in _OF_THE_RUN and config.optimizer.type in COMPRESSED_OPTIMIZERS:
+        return "without effect (communication is the run's own)"
     block: Block = config
     names = path.split(".")
     if path == "gradient_predivide_factor" and (config.prescale_gradients or config.gradient_allreduce_op == "sum"):

@@ -33,17 +33,10 @@ def _above_one(value: Any) -> bool:
 _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
-_PLANNED_OPTIMIZERS = frozenset({"OneBitAdam", "ZeroOneAdam", "OneBitLamb"})
-
 PLANNED = (
     Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),
     Row("aio.use_gds", _true, _SWITCH_OFF),
     Row("zero_optimization.zenflow", _not(None), "leave the block out"),
-    Row(
-        "optimizer.type",
-        lambda name: name in _PLANNED_OPTIMIZERS,
-        "use Adam, AdamW, Lion, Adagrad, Lamb, Muon, SGD or another optimizer of torch.optim",
-    ),
     Row("amp.enabled", _true, "use fp16.enabled or Trainer(precision='16-mixed')"),
     Row("torch_autocast.enabled", _true, "use bf16.enabled or Trainer(precision='bf16-mixed')"),
     Row("data_types.buffer_dtype", _not(None), "buffers keep their type; leave it out"),

@@ -24,7 +24,10 @@ _LAZY = {
     "Lion": "lion",
     "Muon": "muon",
     "NativeOptimizer": "native",
+    "OneBitAdam": "onebit_adam",
+    "OneBitLamb": "onebit_lamb",
     "SGD": "sgd",
+    "ZeroOneAdam": "zero_one_adam",
     "muon_groups": "muon_params",
     "param_groups": "groups",
 }

@@ -29,22 +29,24 @@ class PendingNorm:
         return float(first ** (1.0 / self._norm_type))
 
 
-def start_norm(gradients: ReducedGradients, norm_type: float, agreement: Agreement) -> PendingNorm:
+def start_norm(gradients: ReducedGradients, norm_type: float, agreement: Agreement, local: bool = False) -> PendingNorm:
     """Begin the norm of gradients spread over the ranks. Collective.
 
     Args:
         gradients: this rank's part.
         norm_type: p, `inf` for the maximum.
         agreement: to sum over ranks.
+        local: they are not parts of one gradient, but each rank's own, of which the p-mean of the norms is taken: for
+            2 the root of the mean square.
     """
     norms = gradients.norms(norm_type) if agreement.topology.first_replica else []
-    local = _together(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    mine = _together(norms) if norms else torch.zeros(1, dtype=torch.float64)
     if math.isinf(norm_type):
-        worst = local.max()
+        worst = mine.max()
         # MAX may drop NaNs, so they travel as a count of their own.
         votes = torch.stack([worst.nan_to_num(nan=0.0, posinf=math.inf), worst.isnan().double()]).cpu()
         return PendingNorm(votes, agreement.maximum(votes, "the gradient norm"), norm_type)
-    votes = local.pow(norm_type).sum().reshape(1).cpu()
+    votes = mine.pow(norm_type).sum().reshape(1).cpu() / (agreement.topology.world_size if local else 1)
     return PendingNorm(votes, agreement.total(votes, "the gradient norm"), norm_type)
 
 
@@ -61,7 +63,11 @@ def total_norm(gradients: ReducedGradients, norm_type: float, agreement: Agreeme
 
 
 class GradientNorms:
-    """Owns global 2-norms: of gradients as they are, and of the last step's, averaged and unscaled, before clipping."""
+    """Owns global 2-norms: of gradients as they are, and of the last step's, averaged and unscaled, before clipping.
+
+    Where each rank keeps its own gradient (the compressed steps of a 1-bit optimizer), the norm is the root of the mean
+    square of their norms, so that all ranks clip with one coefficient.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -73,7 +79,8 @@ class GradientNorms:
         """The norm of an optimizer's gradients; computed once while they stay the same. Collective."""
         key = sharded.first_group
         if key not in self._now:
-            self._now[key] = start_norm(sharded.reduced_gradients(owned=True), 2.0, self._agreement)
+            gradients = sharded.reduced_gradients(owned=not sharded.local)
+            self._now[key] = start_norm(gradients, 2.0, self._agreement, sharded.local)
             self._before.setdefault(key, self._now[key])
         return self._now[key]
 

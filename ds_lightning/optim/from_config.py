@@ -21,7 +21,11 @@ from ds_lightning.optim.muon import Muon
 from ds_lightning.optim.muon_params import muon_groups
 from ds_lightning.optim.mup import MUP, mup_optimizer
 from ds_lightning.optim.native import NativeOptimizer
+from ds_lightning.optim.onebit import OneBitOptimizer
+from ds_lightning.optim.onebit_adam import OneBitAdam
+from ds_lightning.optim.onebit_lamb import OneBitLamb
 from ds_lightning.optim.sgd import SGD
+from ds_lightning.optim.zero_one_adam import ZeroOneAdam
 
 _OURS: dict[str, type[NativeOptimizer]] = {
     cls.__name__.lower(): cls
@@ -30,6 +34,7 @@ _OURS: dict[str, type[NativeOptimizer]] = {
         *(Lamb, FusedLamb, Muon),
     )
 }
+_ONEBIT: dict[str, type[OneBitOptimizer]] = {cls.__name__.lower(): cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb)}
 _OPS = {"adam8bit": Adam8bit, "adam": Adam, "lion": Lion, "adagrad": Adagrad, "sgd": SGD}
 _TORCH_ONLY = frozenset(
     {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
@@ -68,13 +73,16 @@ def build_optimizer(
     arguments = dict(params)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
+    onebit = _ONEBIT.get(kind.lower())
     wanted = arguments.pop("torch_adam", False) or any(arguments.get(name) for name in _TORCH_ONLY)
     arguments = {name: value for name, value in arguments.items() if value or name not in _TORCH_ONLY}
     if kind.lower() in MUP:
         return mup_optimizer(kind, arguments, members)
     ours = _OURS.get(kind.lower())
-    cls: type[torch.optim.Optimizer] | None = ours
-    if ours is None:
+    cls: type[torch.optim.Optimizer] | None = ours or onebit
+    if onebit is not None:
+        arguments = {**params, **arguments}  # it refuses itself what it does not have
+    elif ours is None:
         cls = _torch_class(kind)
     elif wanted or not _has_kernel(ours, leaves):
         theirs, rest = _of_torch(ours, arguments)
@@ -88,7 +96,7 @@ def build_optimizer(
     try:
         optimizer = cls(members, **arguments)
     except (TypeError, ValueError) as error:
-        place = "ds_lightning.optim" if cls is ours else "torch.optim"
+        place = "ds_lightning.optim" if cls in (ours, onebit) else "torch.optim"
         raise ConfigError(f"optimizer.params do not fit {place}.{cls.__name__}: {error}") from error
     known = [*optimizer.defaults, *(("use_muon",) if cls is Muon else ())]
     check_values(groups, known, where, strict=where == "optimizer.param_groups")
@@ -115,7 +123,7 @@ def _torch_class(kind: str) -> type[torch.optim.Optimizer]:
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         return found
     known = [n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
-    known += [cls.__name__ for cls in _OURS.values()]
+    known += [cls.__name__ for cls in (*_OURS.values(), *_ONEBIT.values())]
     raise ConfigError(f"optimizer.type={kind!r} is not known; {did_you_mean(kind, known) or 'see torch.optim'}")
 
 

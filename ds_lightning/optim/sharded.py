@@ -118,6 +118,16 @@ class ShardedOptimizer:
         self._near: list[Run] = []  # of the step under way
 
     @property
+    def local(self) -> bool:
+        """Whether the gradients of the next step are those of each rank alone."""
+        return False
+
+    @property
+    def kept_keys(self) -> frozenset[str]:
+        """Keys of groups that checkpoints neither hold nor change."""
+        return frozenset()
+
+    @property
     def groups(self) -> range:
         """Indices of its groups among the groups of all optimizers."""
         return range(self.first_group, self.first_group + GROUPS)
@@ -469,7 +479,8 @@ class ShardedOptimizer:
                 f"{len(groups)}."
             )
         for group, values in zip(groups, saved, strict=True):
-            group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
+            kept = {"params", *self.kept_keys}
+            group.update({key: copy.deepcopy(value) for key, value in values.items() if key not in kept})
 
     @property
     def state_nbytes(self) -> int:

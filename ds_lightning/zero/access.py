@@ -17,6 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_lightning.errors import ConfigError
 from ds_lightning.zero.engine import ZeroEngine
+from ds_lightning.zero.gradients import UnitGradients
+from ds_lightning.zero.residency import TAGS
+from ds_lightning.zero.values import VALUES_TAG
 
 _ENGINES = cast("dict[nn.Parameter, ReferenceType[ZeroEngine]]", WeakIdKeyDictionary())
 """Which engine holds a parameter. Public functions get bare parameters, so some table must know; it is weak on both
@@ -73,6 +76,7 @@ def gathered(
             by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
     with ExitStack() as stack:
         for engine, members in by_engine.values():
+            engine.settle()
             stack.enter_context(engine.values.gathered(members, modifier_rank))
         yield
 
@@ -89,6 +93,7 @@ def full_param(parameter: nn.Parameter) -> torch.Tensor:
     else:
         unit, place = engine.table.slot_of(engine.table.name_of(parameter))
         slot = unit.slots[place]
+        engine.settle()
         value = engine.values.full_values(unit.index)[slot.start : slot.stop].view(slot.shape).clone()
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
@@ -112,7 +117,9 @@ def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     engine.reducer.settle()
     slot = unit.slots[place]
-    if gradients.whole:
+    if gradients.keeps_local:
+        full = _average(engine, gradients)
+    elif gradients.whole:
         full = gradients.read(0, unit.numel)
     else:
         full = engine.values.spread(unit.index, gradients.read(*gradients.buffers.owned), gradients.kept)
@@ -129,6 +136,7 @@ def full_optimizer_state(parameter: nn.Parameter, key: str) -> Any:
     engine = engine_of(parameter)
     if engine is None:
         return None
+    engine.settle(everything=True)
     name = engine.table.name_of(parameter)
     unit, place = engine.table.slot_of(name)
     group = unit.slots[place].group
@@ -158,8 +166,9 @@ def grad_norms(module: nn.Module, norm_type: float = 2, group_separator: str = "
     engine = next((found for found in map(engine_of, parameters.values()) if found is not None), None)
     if engine is not None:
         engine.reducer.settle()
+    averages: dict[int, torch.Tensor] = {}
     for name, parameter in parameters.items():
-        pieces[name] = _owned_gradient(parameter)
+        pieces[name] = _owned_gradient(parameter, averages)
     present = {name: piece for name, piece in pieces.items() if piece is not None}
     if not present:
         return {}
@@ -179,8 +188,20 @@ def grad_norms(module: nn.Module, norm_type: float = 2, group_separator: str = "
     return result
 
 
-def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of a parameter's gradient, possibly empty; None when no rank has one."""
+def _average(engine: ZeroEngine, gradients: UnitGradients) -> torch.Tensor:
+    """The averaged gradient of a unit of which every rank keeps its own. Collective."""
+    full = gradients.read(0, gradients.unit.numel).clone()
+    engine.collectives.average(full, gradients.unit.name, gradients.unit.index * TAGS + VALUES_TAG)
+    return full
+
+
+def _owned_gradient(parameter: nn.Parameter, averages: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient, possibly empty; None when no rank has one.
+
+    Args:
+        parameter: of any module.
+        averages: by unit, of those of which every rank keeps its own; completed here, which is collective.
+    """
     engine = engine_of(parameter)
     if engine is None:
         return None if parameter.grad is None else parameter.grad.detach().reshape(-1)
@@ -190,6 +211,10 @@ def _owned_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         return None
     slot, chunk = unit.slots[place], gradients.buffers.owned
     start, stop = max(slot.start, chunk[0]), min(slot.stop, chunk[1])
+    if gradients.keeps_local:
+        if unit.index not in averages:
+            averages[unit.index] = _average(engine, gradients)
+        return averages[unit.index][start:stop] if stop > start else torch.empty(0)
     return gradients.read(start, stop) if stop > start else torch.empty(0)
 
 

@@ -19,9 +19,11 @@ from ds_lightning.layout.units import ParamSpec, check_parameters, find_scopes, 
 from ds_lightning.offload.homes import Homes, UnitHome
 from ds_lightning.offload.policy import Home
 from ds_lightning.optim.apart import StepsApart, copy_out, prepare
+from ds_lightning.optim.blockwise import BlockwiseOptimizer, check_blockwise
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported, element_states, takes_parts
 from ds_lightning.optim.narrow import NarrowMasters, check_narrow
+from ds_lightning.optim.onebit import OneBitOptimizer
 from ds_lightning.optim.run_parts import PartsOfSteps
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
 from ds_lightning.topology import Topology, stay_at_exit
@@ -92,15 +94,15 @@ class ZeroEngine:
         check_parameters(named)
         _check_modules(module)
         self.table = ParameterTable(named)
+        self.ledger = Ledger()
+        self.agreement = Agreement(topology)
+        self.collectives = Collectives.create(topology, self.ledger)
         self.optimizers = self._wrap(optimizers)
         scopes = find_scopes(module, self.options.leaves)
         modules = dict(module.named_modules())
         self._scopes = {scope: modules[scope] for scope in scopes}
         self._owners = _owners(module)
 
-        self.ledger = Ledger()
-        self.agreement = Agreement(topology)
-        self.collectives = Collectives.create(topology, self.ledger)
         offload = self.options.offload
         self.pool = ScratchPool(topology.device, lean=offload is not None and offload.uses_disk)
         self.hooks = HookSet()
@@ -120,6 +122,7 @@ class ZeroEngine:
             self.options.reduce,
             self.residency.release,
         )
+        self.reducer.keeps_local = self._keeps_local
         dtypes = self.options.dtypes
         narrow_states = torch.bfloat16 if dtypes.narrow_states else None
         self._narrow = NarrowMasters(narrow_states) if dtypes.narrow_masters else None
@@ -165,6 +168,7 @@ class ZeroEngine:
 
     def _wrap(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[ShardedOptimizer]:
         check_optimizers(list(optimizers), self.table)
+        check_blockwise(optimizers, self.plan.stage, self.options.offload)
         offload = self.options.offload
         on_disk = offload is not None and offload.optimizer is Home.DISK and self.plan.shard_optimizer
         for optimizer in optimizers:
@@ -177,7 +181,9 @@ class ZeroEngine:
                     "mics_shard_size to -1, or use an element-wise optimizer (AdamW)."
                 )
         return [
-            ShardedOptimizer(
+            BlockwiseOptimizer(optimizer, place * GROUPS, self.collectives)
+            if isinstance(optimizer, OneBitOptimizer)
+            else ShardedOptimizer(
                 optimizer,
                 place * GROUPS,
                 check_supported(optimizer, self.plan.stage, self.options.allow_untested_optimizer, on_disk),
@@ -318,7 +324,14 @@ class ZeroEngine:
             before_step=lambda args, kwargs: self._before_step(sharded, args, kwargs),
             after_step=lambda: self._after_step(sharded),
             after_zero_grad=lambda: self._after_zero_grad(sharded),
-            states=OptimizerStates(sharded, self.table, self.values, self.agreement, self.resting.wake_stateful),
+            states=OptimizerStates(
+                sharded,
+                self.table,
+                self.values,
+                self.agreement,
+                self.resting.wake_stateful,
+                partial(self.settle, everything=True),
+            ),
         )
 
     def _group_signature(self) -> list[list[int]]:
@@ -331,6 +344,7 @@ class ZeroEngine:
         if len(old) == len(optimizers) and all(id(optimizer) in known for optimizer in optimizers):
             return
         new = self._wrap(optimizers)
+        self.settle()
         self.hooks.remove_optimizers()
         self.optimizers = new
         self._relayout(everything=True)
@@ -350,6 +364,7 @@ class ZeroEngine:
 
     def _relayout(self, everything: bool = False) -> None:
         """Lay out anew the units of which some parameter has come to, or left, a group. Collective."""
+        self.settle(everything=True)
         groups = self.resting.groups(self.optimizers, anew=everything)
         affected = {
             index
@@ -476,6 +491,8 @@ class ZeroEngine:
             self._narrow.step(sharded, runs)
             self._narrow.stepped(sharded)
             sharded.done(runs)
+        if isinstance(sharded, BlockwiseOptimizer):
+            sharded.prepare_step()
         self._copied = prepare(sharded, sharded.near, parts=self._parts.of(sharded))
 
     def _after_step(self, sharded: ShardedOptimizer) -> None:
@@ -496,6 +513,21 @@ class ZeroEngine:
         for work in publishing:
             work.wait()
         self.values.written(touched)
+
+    def _keeps_local(self) -> bool:
+        return any(sharded.local for sharded in self.optimizers)
+
+    def settle(self, everything: bool = False) -> None:
+        """Make equal what a 1-bit optimizer lets differ between ranks, by its mean. Collective.
+
+        Args:
+            everything: what a checkpoint holds; otherwise what parameters depend on, for an evaluation.
+        """
+        for sharded in self.optimizers:
+            if isinstance(sharded, BlockwiseOptimizer) and not self.failed:
+                changed = sharded.settle(everything)
+                self.residency.republish(changed)
+                self.values.written(changed)
 
     def give_up_step(self) -> None:
         """A step has raised, or may have: the groups are the user's again. What is being published still arrives."""
@@ -559,6 +591,7 @@ class ZeroEngine:
 
     def dissolve(self) -> None:
         """Turn the module into a plain one with full parameters, and forget it. Collective."""
+        self.settle()
         self.dissolved = True
         self.values.hide()
         self.residency.release_all()

@@ -22,6 +22,8 @@ class UnitGradients:
         valid: whether `grad` holds anything since it was last zeroed.
         present: per slot, whether any rank had a gradient since it was last zeroed.
         apart: whether `grad` is to be summed over copies of the model yet (MiCS, inside an accumulation window).
+        whole: whether `grad` is the gradient of the whole unit.
+        keeps_local: whether it is this rank's own, of the whole unit, and not an average.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class UnitGradients:
         # fp16 is for loss-scaled gradients: unscaled in it, small ones would be gone before the step widens them.
         loses = buffers.narrow and unit.master_dtype is torch.float16
         self.kept = kept or (torch.float32 if loses else unit.master_dtype)
-        self.whole = not plan.shard_optimizer
+        self._sharded = plan.shard_optimizer
+        self.whole = not self._sharded
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.
         self.exposes = shows and self.whole and unit.dtype == unit.master_dtype == self.kept
         self.all_pieces = unit.pieces(0, unit.numel)
@@ -55,6 +58,7 @@ class UnitGradients:
         self.apart = False
         self.present = [False] * len(unit.slots)
         self.arrived = bytearray(len(unit.slots))  # in this backward
+        self.keeps_local = False  # see `keep`
         self.local: torch.Tensor | None = None  # sum of the micro-batches of a window that is not communicated
         self.ready = 0
         self.expected = 0
@@ -146,6 +150,43 @@ class UnitGradients:
             torch._foreach_add_(targets, sources)
         self._drop()
 
+    def keep(self, local: bool) -> None:
+        """Hold, from the next backward on, this rank's own whole gradient, or its part of the average.
+
+        Nothing when there is a gradient already: the backwards of a step do alike.
+        """
+        if local == self.keeps_local or self.valid:
+            return
+        self.keeps_local = local
+        whole = local or not self._sharded
+        if whole != self.whole:
+            self.whole = whole
+            self.grad = None
+
+    def take_local(self) -> None:
+        """Make this rank's own gradient the unit's, or add it to that; see `keep`."""
+        grad = self._all()
+        # What is exposed comes in through `p.grad` again, with the first of what a backward brings.
+        if not self.valid or (self.exposes and not self.landed):
+            self.flatten(grad)
+            return
+        if self.local is not None:
+            grad.add_(self.local)
+            self.local = None
+        views = self._views(grad)
+        targets, sources = [], []
+        for index, place in self._slots:
+            gradient = self.parameters[index].grad
+            if gradient is not None:
+                targets.append(views[place])
+                sources.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, sources)
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.arrived[index] = 1
+        self._drop()
+
     def _drop(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
@@ -169,7 +210,12 @@ class UnitGradients:
             self.on_disk.close(home)
 
     def _own(self) -> torch.Tensor:
-        """This rank's chunk of the reduced gradient in memory, which is allocated once."""
+        """This rank's chunk of the reduced gradient in memory."""
+        start, stop = self.buffers.owned
+        return self._all()[start:stop] if self.whole else self._all()
+
+    def _all(self) -> torch.Tensor:
+        """The reduced gradient in memory, which is allocated once."""
         if self.grad is None:
             numel = self.unit.numel if self.whole else self.unit.chunk
             if self.home is not None:
@@ -177,8 +223,7 @@ class UnitGradients:
             else:
                 with torch.inference_mode(False):
                     self.grad = torch.empty(numel, dtype=self.kept, device=self.buffers.full.device)
-        start, stop = self.buffers.owned
-        return self.grad[start:stop] if self.whole else self.grad
+        return self.grad
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Reduced gradient of elements `[start, stop)` of the unit that are on this rank, not to be changed."""

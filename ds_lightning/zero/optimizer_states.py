@@ -24,6 +24,7 @@ class OptimizerStates:
         values: whole states.
         agreement: every rank must call `state_dict`.
         wake: gives parameters a place whose states have been loaded although they are frozen.
+        settle: makes equal what differs between ranks. Collective.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class OptimizerStates:
         values: FullValues,
         agreement: Agreement,
         wake: Callable[[torch.optim.Optimizer], None],
+        settle: Callable[[], None],
     ) -> None:
+        self._settle = settle
         self._sharded = sharded
         self._table = table
         self._values = values
@@ -46,6 +49,7 @@ class OptimizerStates:
         self._agreement.rendezvous(
             "state_dict() of a sharded optimizer", "Call it on every rank, or save with trainer.save_checkpoint."
         )
+        self._settle()
         whole: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for gradients in self._sharded.units:
             for name, entry in self._values.full_unit_state(self._sharded, gradients.unit.index).items():

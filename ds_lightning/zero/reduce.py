@@ -64,6 +64,9 @@ class ReduceOptions:
 class GradientReducer:
     """Owns the gradients of one engine between backward and step.
 
+    Where `keeps_local` says so nothing but presence is communicated: a 1-bit optimizer compresses what it makes of each
+    rank's own gradient.
+
     Args:
         units: buffers of the trainable units.
         plan: the stage.
@@ -104,6 +107,7 @@ class GradientReducer:
         self._in_flight: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()
         self._stale: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()  # of a failed backward
         self.sync = True
+        self.keeps_local: Callable[[], bool] = _never
         for buffers in units:
             self.add(buffers)
 
@@ -181,6 +185,14 @@ class GradientReducer:
     def _launch(self, gradients: UnitGradients) -> None:
         self._settle()
         unit = gradients.unit
+        gradients.keep(self.keeps_local())
+        if gradients.keeps_local:
+            with torch.no_grad():
+                gradients.take_local()
+            gradients.valid = True
+            gradients.launched += 1
+            gradients.landed += 1
+            return
         taken: list[torch.Tensor] = []
 
         def take(numel: int) -> torch.Tensor:
@@ -366,14 +378,17 @@ class GradientReducer:
         return absent
 
     def _gather_gradients(self, units: Sequence[UnitGradients]) -> None:
-        """Stage 0: every rank gets the whole averaged gradient."""
+        """Stage 0: every rank gets the whole averaged gradient, unless each keeps its own."""
         pending = []
         for gradients in units:
             assert gradients.grad is not None
+            if gradients.keeps_local:
+                continue
             tag = gradients.unit.index * TAGS + EXPOSE_TAG
             pending.append(self._collectives.all_gather(gradients.grad, gradients.unit.name, tag, self._options.piece))
-        for gradients, work in zip(units, pending, strict=True):
+        for work in pending:
             work.wait()
+        for gradients in units:
             if gradients.exposes:
                 gradients.expose()
 
@@ -407,3 +422,7 @@ class GradientReducer:
     def state_nbytes(self) -> int:
         """Bytes of reduced gradients kept between steps."""
         return sum(g.grad.nbytes for g in self.units.values() if g.grad is not None)
+
+
+def _never() -> bool:
+    return False

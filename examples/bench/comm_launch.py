@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from comm_methods import NODE_SIZE
 from hosts import Hosts, Loopback
 
 RANK = Path(__file__).with_name("comm_rank.py")
@@ -53,6 +54,8 @@ class Started:
                 **{"GLOO_SOCKET_IFNAME": self._hosts.interface},
                 **{"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(host), "WORLD_SIZE": str(size)},
                 **{"LOCAL_WORLD_SIZE": str(self._per_host), "TORCHELASTIC_RUN_ID": "comm"},
+                # Namespaces share the name of the machine.
+                **({} if isinstance(self._hosts, Loopback) else {NODE_SIZE: str(self._per_host)}),
                 **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             }
             with self._log(rank).open("w") as log:

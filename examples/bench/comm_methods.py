@@ -71,5 +71,8 @@ def methods(ranks_per_host: int) -> dict[str, Method]:
     return found
 
 
+NODE_SIZE = "COMM_NODE_SIZE"
+"""Environment variable: ranks of a host, where the machine does not tell hosts apart."""
+
 HIERARCHICAL = ("ddp", "stage2", "stage3", "qwZ", "qgZ", "hpZ", "qwZ_qgZ_hpZ", "MiCS")
 """What is compared by default where hosts have several ranks."""

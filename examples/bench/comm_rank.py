@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comm_methods import LR, WARMUP, Method, methods
+from comm_methods import LR, NODE_SIZE, WARMUP, Method, methods
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -185,7 +185,10 @@ def _slowest(profile: cProfile.Profile, count: int) -> str:
 
 def _strategy(method: Method) -> DDPStrategy:
     if method.config is not None:
-        return ZeroStrategy(config=method.config)
+        zero = dict(method.config["zero_optimization"])
+        if NODE_SIZE in os.environ:
+            zero["node_size"] = int(os.environ[NODE_SIZE])
+        return ZeroStrategy(config={**method.config, "zero_optimization": zero})
     return DDPStrategy() if method.hook is None else HookedDDP(method.hook)
 
 

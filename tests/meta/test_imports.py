@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim",),
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
-    ("optim.clip", "optim.narrow", "optim.run_parts"),
+    ("optim.blockwise", "optim.clip", "optim.narrow", "optim.run_parts"),
     ("optim.apart",),
     ("zero.passes",),
     ("zero.values",),

@@ -72,7 +72,11 @@ TORCH_OPTIMIZERS = (
 )
 ENCODED_OPTIMIZERS = ("Adam8bit", "AdamW8bit")
 WHOLE_TENSOR_OPTIMIZERS = ("Lamb", "FusedLamb", "Muon")
-COMPRESSED_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+COMPRESSED_OPTIMIZERS = {"OneBitAdam": 1, "ZeroOneAdam": 0, "OneBitLamb": 0}
+"""Those that send one bit per element, and the highest stage at which they work."""
+
+COMMUNICATION_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
+"""What DeepSpeed's 1-bit optimizers take as `comm_backend_name`."""
 
 _WARMUP: dict[str, Any] = {"warmup_num_steps": int, "warmup_type": str, "last_batch_iteration": int}
 _WARMUP_LR: dict[str, Any] = {

@@ -122,14 +122,48 @@ def test_lamb_takes_a_static_loss_scale(scale):
     assert resolve(load(data), Facts()).optimizer.type == "Lamb"
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "onebitadam", "ZeroOneAdam", "OneBitLamb"])
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_compressed_optimizers_do_not_go_with_sharding(kind, number):
+@pytest.mark.parametrize(
+    ("kind", "number", "allowed"),
+    [
+        *((kind, number, "stage 0 only") for kind in ("ZeroOneAdam", "OneBitLamb") for number in (1, 2, 3)),
+        *((kind, number, "stages 0 and 1") for kind in ("OneBitAdam", "onebitadam") for number in (2, 3)),
+    ],
+)
+def test_compressed_optimizers_do_not_go_with_sharding(kind, number, allowed):
     data = {"optimizer": {"type": kind}}
-    with pytest.raises(ConfigError, match="works at stage 0 only"):
+    with pytest.raises(ConfigError, match=f"works at {allowed}"):
         load({**data, **stage(number)})
-    with pytest.raises(ConfigError, match="works at stage 0 only"):
+    with pytest.raises(ConfigError, match=f"works at {allowed}"):
         resolve(load(data), Facts(stage=number))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"comm_backend_name": "tcp"}, "no backend that OneBitAdam knows"),
+        ({"freeze_step": 0}, "freeze_step: must be at least 1"),
+        ({"amsgrad": True}, "amsgrad"),
+        ({"freeze_stop": 3}, "freeze_step"),
+    ],
+)
+def test_parameters_of_compressed_optimizers_are_checked(params, message):
+    with pytest.raises(ConfigError, match=message):
+        load({"optimizer": {"type": "OneBitAdam", "params": params}})
+
+
+@pytest.mark.parametrize("name", ["nccl", "gloo", "mpi", "hccl", "compressed"])
+def test_a_communication_backend_is_reported_as_the_runs_own(name):
+    data = {"optimizer": {"type": "OneBitAdam", "params": {"comm_backend_name": name, "cuda_aware": True}}}
+    notes = " ".join(resolve(load(data), Facts()).notes)
+    assert "communication is the run's own): optimizer.params.comm_backend_name, optimizer.params.cuda_aware" in notes
+
+
+def test_what_does_not_go_with_compressed_optimizers_is_refused():
+    data = {"optimizer": {"type": "OneBitAdam"}, "gradient_allreduce_op": "sum"}
+    with pytest.raises(ConfigError, match="which averages momenta"):
+        load(data)
+    with pytest.raises(ConfigError, match="keeps its states where it computes"):
+        load({"optimizer": {"type": "OneBitAdam"}, **stage(1, offload_optimizer={"device": "cpu"})})
 
 
 OFFLOADS = [
@@ -166,7 +200,6 @@ def test_stage_checks_wait_for_the_stage():
     [
         (stage(3, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_offload"),
         (stage(2, zenflow={}), "zero_optimization.zenflow"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ({"amp": {"enabled": True}}, "amp.enabled"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
         ({"sparse_gradients": True}, "sparse_gradients"),

@@ -16,12 +16,12 @@ UNSUPPORTED = {
     "data_efficiency": {"data_efficiency.enabled"},
     "full_zero3_nvme": set(),
     "minimal_fp16": set(),
-    "onebit_adam": {"optimizer.type"},
-    "onebit_lamb": {"optimizer.type"},
+    "onebit_adam": set(),
+    "onebit_lamb": set(),
     "sparse_attention_fixed": {"sparse_attention"},
     "zero2_auto": set(),
     "zero3_auto": set(),
-    "zero_one_adam": {"optimizer.type"},
+    "zero_one_adam": set(),
 }
 FACTS = Facts(
     world_size=2,
@@ -45,8 +45,6 @@ def without_unbuilt(data):
         "sparse_attention",
     ):
         data.pop(name, None)
-    if data.get("optimizer", {}).get("type") in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"):
-        del data["optimizer"]
     return data
 
 
