@@ -44,7 +44,7 @@ struct Table {
 struct Access {
   Kind grad, state, copy;
   float grad_scale;
-  const float* grad_scale_ptr;  // multiplies grad_scale unless null; read on the device
+  const float* grad_scale_ptr;      // multiplies grad_scale unless null; read on the device
   std::uint32_t seeds[2] = {0, 0};  // of the rounding of bf16 states, mixed
 };
 
