@@ -21,7 +21,7 @@ const Integers kNone;
 
 dsl::Slices slices_of(Pointers params, Pointers grads, Pointers first, Pointers second,
                       Pointers copies, Pointers numels, const Text& grad_dtype,
-                      const Text& moment_dtype, const Text& copy_dtype) {
+                      const Text& moment_dtype, const Text& copy_dtype, std::uint32_t seed = 0) {
   return {params.values,
           grads.values,
           first.values,
@@ -30,16 +30,17 @@ dsl::Slices slices_of(Pointers params, Pointers grads, Pointers first, Pointers 
           {numels.values.begin(), numels.values.end()},
           dsl::parse_dtype(grad_dtype),
           dsl::parse_dtype(moment_dtype),
-          dsl::parse_dtype(copy_dtype)};
+          dsl::parse_dtype(copy_dtype),
+          seed};
 }
 
 void adam(Pointers params, Pointers grads, Pointers exp_avgs, Pointers exp_avg_sqs, Pointers copies,
           Pointers numels, const Text& grad_dtype, const Text& moment_dtype, const Text& copy_dtype,
           double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
           double bias_correction1, double bias_correction2, double grad_scale, int threads,
-          const Text& instruction_set) {
+          const Text& instruction_set, std::uint32_t seed) {
   dsl::adam(slices_of(params, grads, exp_avgs, exp_avg_sqs, copies, numels, grad_dtype,
-                      moment_dtype, copy_dtype),
+                      moment_dtype, copy_dtype, seed),
             {lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction1, bias_correction2,
              grad_scale},
             threads, dsl::parse_isa(instruction_set));
@@ -68,27 +69,28 @@ void adam8bit(Pointers params, Pointers grads, Pointers exp_avgs, Pointers exp_a
 void lion(Pointers params, Pointers grads, Pointers exp_avgs, Pointers copies, Pointers numels,
           const Text& grad_dtype, const Text& moment_dtype, const Text& copy_dtype, double lr,
           double beta1, double beta2, double weight_decay, double grad_scale, int threads,
-          const Text& instruction_set) {
+          const Text& instruction_set, std::uint32_t seed) {
   dsl::lion(slices_of(params, grads, exp_avgs, kNone, copies, numels, grad_dtype, moment_dtype,
-                      copy_dtype),
+                      copy_dtype, seed),
             {lr, beta1, beta2, weight_decay, grad_scale}, threads, dsl::parse_isa(instruction_set));
 }
 
 void adagrad(Pointers params, Pointers grads, Pointers sums, Pointers copies, Pointers numels,
              const Text& grad_dtype, const Text& moment_dtype, const Text& copy_dtype, double lr,
              double eps, double weight_decay, double grad_scale, int threads,
-             const Text& instruction_set) {
-  dsl::adagrad(
-      slices_of(params, grads, sums, kNone, copies, numels, grad_dtype, moment_dtype, copy_dtype),
-      {lr, eps, weight_decay, grad_scale}, threads, dsl::parse_isa(instruction_set));
+             const Text& instruction_set, std::uint32_t seed) {
+  dsl::adagrad(slices_of(params, grads, sums, kNone, copies, numels, grad_dtype, moment_dtype,
+                         copy_dtype, seed),
+               {lr, eps, weight_decay, grad_scale}, threads, dsl::parse_isa(instruction_set));
 }
 
 void sgd(Pointers params, Pointers grads, Pointers momentum_buffers, Pointers copies,
          Pointers numels, const Text& grad_dtype, const Text& moment_dtype, const Text& copy_dtype,
          double lr, double momentum, double dampening, bool nesterov, double weight_decay,
-         bool first, double grad_scale, int threads, const Text& instruction_set) {
+         bool first, double grad_scale, int threads, const Text& instruction_set,
+         std::uint32_t seed) {
   dsl::sgd(slices_of(params, grads, momentum_buffers, kNone, copies, numels, grad_dtype,
-                     moment_dtype, copy_dtype),
+                     moment_dtype, copy_dtype, seed),
            {lr, momentum, dampening, nesterov, weight_decay, first, grad_scale}, threads,
            dsl::parse_isa(instruction_set));
 }
@@ -120,7 +122,7 @@ void bind_optim(py::module_& m) {
         arg("copies"), arg("numels"), arg("grad_dtype"), arg("moment_dtype"), arg("copy_dtype"),
         arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("decoupled"),
         arg("bias_correction1"), arg("bias_correction2"), arg("grad_scale"), arg("threads"),
-        arg("instruction_set") = "auto");
+        arg("instruction_set") = "auto", arg("seed") = 0);
   m.def("adam8bit", &adam8bit, release(), arg("params"), arg("grads"), arg("exp_avgs"),
         arg("exp_avg_sqs"), arg("exp_avg_scales"), arg("exp_avg_sq_scales"), arg("borders"),
         arg("border_counts"), arg("scale_counts"), arg("copies"), arg("numels"), arg("grad_dtype"),
@@ -130,13 +132,13 @@ void bind_optim(py::module_& m) {
   m.def("lion", &lion, release(), arg("params"), arg("grads"), arg("exp_avgs"), arg("copies"),
         arg("numels"), arg("grad_dtype"), arg("moment_dtype"), arg("copy_dtype"), arg("lr"),
         arg("beta1"), arg("beta2"), arg("weight_decay"), arg("grad_scale"), arg("threads"),
-        arg("instruction_set") = "auto");
+        arg("instruction_set") = "auto", arg("seed") = 0);
   m.def("adagrad", &adagrad, release(), arg("params"), arg("grads"), arg("sums"), arg("copies"),
         arg("numels"), arg("grad_dtype"), arg("moment_dtype"), arg("copy_dtype"), arg("lr"),
         arg("eps"), arg("weight_decay"), arg("grad_scale"), arg("threads"),
-        arg("instruction_set") = "auto");
+        arg("instruction_set") = "auto", arg("seed") = 0);
   m.def("sgd", &sgd, release(), arg("params"), arg("grads"), arg("momentum_buffers"), arg("copies"),
         arg("numels"), arg("grad_dtype"), arg("moment_dtype"), arg("copy_dtype"), arg("lr"),
         arg("momentum"), arg("dampening"), arg("nesterov"), arg("weight_decay"), arg("first"),
-        arg("grad_scale"), arg("threads"), arg("instruction_set") = "auto");
+        arg("grad_scale"), arg("threads"), arg("instruction_set") = "auto", arg("seed") = 0);
 }

@@ -1,7 +1,7 @@
 // Optimizer steps on lists of slices, one pass over memory each. fp32 arithmetic; a multiply and an
 // add are two roundings, so the result is the same for every instruction set, number of threads and
-// cut into slices. Moments of 16 bits are rounded to nearest when stored; the step uses them as
-// they were before. Infinities and NaNs spread.
+// cut into slices. Moments of 16 bits are rounded stochastically when stored, by a hash of the
+// number and of Slices::seed; the step uses them as they were before. Infinities and NaNs spread.
 //
 // In the formulas g is the gradient times grad_scale, and lerp(a, b, w) = a + w (b - a), or
 // b + (1 - w) (a - b) for w of at least a half. Numbers that depend on hyper-parameters alone are

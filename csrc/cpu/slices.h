@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <type_traits>
 #include <vector>
 
+#include "../rounding.h"
 #include "convert.h"
 #include "isa.h"
 #include "ops.h"
@@ -25,6 +27,7 @@ struct Slices {
   DType grad_dtype = DType::kFloat32;
   DType moment_dtype = DType::kFloat32;
   DType copy_dtype = DType::kBFloat16;
+  std::uint32_t seed = 0;  // of the rounding of bf16 moments; its low 31 bits count
 };
 
 // A part of one slice.
@@ -36,12 +39,28 @@ struct Part {
   void* second;
   void* copy;
   std::size_t numel;
+  std::uint32_t first_seed;  // mixed
+  std::uint32_t second_seed;
   Rule rule;
 };
 
 struct NoCopy {
   static DSL_INLINE void store(void*, std::size_t, float) {}
 };
+
+// The seed of a list of moments: the two lists of a rule throw different dice. Not mixed.
+DSL_INLINE std::uint32_t seed_of(std::uint32_t seed, std::uint32_t list) { return 2 * seed + list; }
+
+// Moments of 16 bits are rounded stochastically: to nearest, an average could not take the small
+// steps by which it decays.
+template <typename Moment>
+DSL_INLINE void store_moment(void* base, std::size_t i, float x, std::uint32_t seed) {
+  if constexpr (std::is_same<Moment, BFloat16>::value) {
+    store_raw(base, i, round_to_bfloat16(bit_cast<std::uint32_t>(x), seed));
+  } else {
+    Moment::store(base, i, x);
+  }
+}
 
 // [Note: prefetching for 16-bit moments] Streams of elements of several sizes confuse the
 // hardware's prefetcher: asking for each block two blocks ahead makes steps with bf16 moments some
@@ -71,6 +90,8 @@ struct Update {
     void* const first = part.first;
     void* const second = part.second;
     void* const copy = part.copy;
+    const std::uint32_t first_seed = part.first_seed;
+    const std::uint32_t second_seed = part.second_seed;
     constexpr bool kPrefetch = Rule::kMoments > 0 && Moment::kSize == 2;
     const std::size_t block = kPrefetch ? kBlock : numel;
     for (std::size_t begin = 0; begin < numel; begin += block) {
@@ -91,8 +112,8 @@ struct Update {
         if constexpr (Rule::kMoments > 0) m = Moment::load(first, i);
         if constexpr (Rule::kMoments > 1) v = Moment::load(second, i);
         rule.step(p, Grad::load(grad, i) * rule.grad_scale, m, v);
-        if constexpr (Rule::kMoments > 0) Moment::store(first, i, m);
-        if constexpr (Rule::kMoments > 1) Moment::store(second, i, v);
+        if constexpr (Rule::kMoments > 0) store_moment<Moment>(first, i, m, first_seed);
+        if constexpr (Rule::kMoments > 1) store_moment<Moment>(second, i, v, second_seed);
         Float32::store(param, i, p);
         Copy::store(copy, i, p);
       }
@@ -153,13 +174,15 @@ void update(const Slices& slices, const Rule& rule, int threads, Isa isa) {
   const std::size_t grad_size = size_of(slices.grad_dtype);
   const std::size_t moment_size = size_of(slices.moment_dtype);
   const std::size_t copy_size = size_of(slices.copy_dtype);
+  const std::uint32_t first_seed = mixed(seed_of(slices.seed, 0));
+  const std::uint32_t second_seed = mixed(seed_of(slices.seed, 1));
   for_each_part(slices, threads, [&](std::size_t k, std::size_t from, std::size_t numel) {
     const auto at = [k, from](const std::vector<std::uintptr_t>& list, std::size_t size) {
       return list.empty() ? nullptr : reinterpret_cast<void*>(list[k] + from * size);
     };
     loop({at(slices.params, sizeof(float)), at(slices.grads, grad_size),
           at(slices.first, moment_size), at(slices.second, moment_size),
-          at(slices.copies, copy_size), numel, rule});
+          at(slices.copies, copy_size), numel, first_seed, second_seed, rule});
   });
 }
 

@@ -18,6 +18,7 @@
 #define DSL_BOTH inline
 #endif
 
+#include "../rounding.h"
 #ifndef __CUDA_ARCH__
 #include "../cpu/convert.h"
 #endif
@@ -75,6 +76,11 @@ DSL_BOTH std::uint32_t encode(float x, Kind kind) {
 #endif
 }
 
+// What a state is stored as: bf16 is rounded stochastically; `seed` is mixed.
+DSL_BOTH std::uint32_t encode_state(float x, Kind kind, std::uint32_t seed) {
+  return kind == Kind::kFloat32 ? bits_of(x) : dsl::round_to_bfloat16(bits_of(x), seed);
+}
+
 DSL_BOTH float load_one(const void* base, std::size_t i, Kind kind) {
   if (kind == Kind::kFloat32) return static_cast<const float*>(base)[i];
   return decode(static_cast<const std::uint16_t*>(base)[i], kind);
@@ -85,6 +91,14 @@ DSL_BOTH void store_one(void* base, std::size_t i, Kind kind, float x) {
     static_cast<float*>(base)[i] = x;
   } else {
     static_cast<std::uint16_t*>(base)[i] = static_cast<std::uint16_t>(encode(x, kind));
+  }
+}
+
+DSL_BOTH void store_state(void* base, std::size_t i, Kind kind, float x, std::uint32_t seed) {
+  if (kind == Kind::kFloat32) {
+    static_cast<float*>(base)[i] = x;
+  } else {
+    static_cast<std::uint16_t*>(base)[i] = static_cast<std::uint16_t>(encode_state(x, kind, seed));
   }
 }
 
@@ -138,15 +152,25 @@ DSL_BOTH void decode_quad(const Quad& raw, Kind kind, float (&out)[4]) {
   }
 }
 
-DSL_BOTH void store_quad(void* base, std::size_t i, Kind kind, const float (&x)[4]) {
+DSL_BOTH void store_bits(void* base, std::size_t i, Kind kind, const Wide& bits) {
   if (kind == Kind::kFloat32) {
-    *reinterpret_cast<Wide*>(static_cast<float*>(base) + i) =
-        Wide{bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])};
+    *reinterpret_cast<Wide*>(static_cast<float*>(base) + i) = bits;
   } else {
     *reinterpret_cast<Narrow*>(static_cast<std::uint16_t*>(base) + i) =
-        Narrow{encode(x[0], kind) | (encode(x[1], kind) << 16),
-               encode(x[2], kind) | (encode(x[3], kind) << 16)};
+        Narrow{bits.x | (bits.y << 16), bits.z | (bits.w << 16)};
   }
+}
+
+DSL_BOTH void store_quad(void* base, std::size_t i, Kind kind, const float (&x)[4]) {
+  store_bits(base, i, kind,
+             Wide{encode(x[0], kind), encode(x[1], kind), encode(x[2], kind), encode(x[3], kind)});
+}
+
+DSL_BOTH void store_state_quad(void* base, std::size_t i, Kind kind, const float (&x)[4],
+                               std::uint32_t seed) {
+  store_bits(base, i, kind,
+             Wide{encode_state(x[0], kind, seed), encode_state(x[1], kind, seed),
+                  encode_state(x[2], kind, seed), encode_state(x[3], kind, seed)});
 }
 
 }  // namespace dsl::cuda

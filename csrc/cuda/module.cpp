@@ -18,7 +18,8 @@ PYBIND11_MODULE(_cuda, m) {
         py::arg("grad_dtype"), py::arg("moment_dtype"), py::arg("copy_dtype"), py::arg("lr"),
         py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
         py::arg("decoupled"), py::arg("bias_correction1"), py::arg("bias_correction2"),
-        py::arg("grad_scale"), py::arg("stream"), py::arg("grad_scale_ptr") = 0);
+        py::arg("grad_scale"), py::arg("stream"), py::arg("grad_scale_ptr") = 0,
+        py::arg("seed") = 0);
   m.def("adam8bit", &dsl::cuda::adam8bit, release(), py::arg("params"), py::arg("grads"),
         py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("exp_avg_scales"),
         py::arg("exp_avg_sq_scales"), py::arg("borders"), py::arg("border_counts"),
@@ -31,17 +32,18 @@ PYBIND11_MODULE(_cuda, m) {
         py::arg("exp_avgs"), py::arg("copies"), py::arg("numels"), py::arg("grad_dtype"),
         py::arg("moment_dtype"), py::arg("copy_dtype"), py::arg("lr"), py::arg("beta1"),
         py::arg("beta2"), py::arg("weight_decay"), py::arg("grad_scale"), py::arg("stream"),
-        py::arg("grad_scale_ptr") = 0);
+        py::arg("grad_scale_ptr") = 0, py::arg("seed") = 0);
   m.def("adagrad", &dsl::cuda::adagrad, release(), py::arg("params"), py::arg("grads"),
         py::arg("sums"), py::arg("copies"), py::arg("numels"), py::arg("grad_dtype"),
         py::arg("moment_dtype"), py::arg("copy_dtype"), py::arg("lr"), py::arg("eps"),
         py::arg("weight_decay"), py::arg("grad_scale"), py::arg("stream"),
-        py::arg("grad_scale_ptr") = 0);
+        py::arg("grad_scale_ptr") = 0, py::arg("seed") = 0);
   m.def("sgd", &dsl::cuda::sgd, release(), py::arg("params"), py::arg("grads"),
         py::arg("momentum_buffers"), py::arg("copies"), py::arg("numels"), py::arg("grad_dtype"),
         py::arg("moment_dtype"), py::arg("copy_dtype"), py::arg("lr"), py::arg("momentum"),
         py::arg("dampening"), py::arg("nesterov"), py::arg("weight_decay"), py::arg("first"),
-        py::arg("grad_scale"), py::arg("stream"), py::arg("grad_scale_ptr") = 0);
+        py::arg("grad_scale"), py::arg("stream"), py::arg("grad_scale_ptr") = 0,
+        py::arg("seed") = 0);
   m.def("pack_signs", &dsl::cuda::pack_signs, release(), py::arg("src_ptr"), py::arg("dst_ptr"),
         py::arg("numel"), py::arg("src_dtype"), py::arg("stream"));
   m.def("unpack_signs", &dsl::cuda::unpack_signs, release(), py::arg("src_ptr"), py::arg("dst_ptr"),

@@ -24,9 +24,10 @@ void reduce_sum(std::uintptr_t dst, const std::vector<std::uintptr_t>& srcs, std
 // up to 76 tensors, then one for each 627 (two states; more with one).
 //
 // Parameters are fp32, gradients fp32, bf16 or fp16, moments fp32 or bf16. Arithmetic is fp32, and
-// moments reach the parameter before they are rounded to bf16. A gradient is multiplied by
-// grad_scale, and by the fp32 scalar on the device at grad_scale_ptr unless that is 0. Where copies
-// has pointers, each new parameter is also written there as copy_dtype.
+// moments reach the parameter before they are rounded to bf16, stochastically, by a hash of the
+// number and the seed. A gradient is multiplied by grad_scale, and by the fp32 scalar on the device
+// at grad_scale_ptr unless that is 0. Where copies has pointers, each new parameter is also written
+// there as copy_dtype.
 //
 // Without bias correction pass 1 for both corrections, else 1 - beta^step.
 void adam(const Pointers& params, const Pointers& grads, const Pointers& exp_avgs,
@@ -34,7 +35,8 @@ void adam(const Pointers& params, const Pointers& grads, const Pointers& exp_avg
           const std::string& grad_dtype, const std::string& moment_dtype,
           const std::string& copy_dtype, double lr, double beta1, double beta2, double eps,
           double weight_decay, bool decoupled, double bias_correction1, double bias_correction2,
-          double grad_scale, std::uintptr_t stream, std::uintptr_t grad_scale_ptr);
+          double grad_scale, std::uintptr_t stream, std::uintptr_t grad_scale_ptr,
+          std::uint32_t seed);
 
 // Adam with moments of 8 bits, in blocks, as dsl::adam8bit of the CPU; borders are on the host.
 void adam8bit(const Pointers& params, const Pointers& grads, const Pointers& exp_avgs,
@@ -50,20 +52,20 @@ void lion(const Pointers& params, const Pointers& grads, const Pointers& exp_avg
           const Pointers& copies, const Sizes& numels, const std::string& grad_dtype,
           const std::string& moment_dtype, const std::string& copy_dtype, double lr, double beta1,
           double beta2, double weight_decay, double grad_scale, std::uintptr_t stream,
-          std::uintptr_t grad_scale_ptr);
+          std::uintptr_t grad_scale_ptr, std::uint32_t seed);
 
 void adagrad(const Pointers& params, const Pointers& grads, const Pointers& sums,
              const Pointers& copies, const Sizes& numels, const std::string& grad_dtype,
              const std::string& moment_dtype, const std::string& copy_dtype, double lr, double eps,
              double weight_decay, double grad_scale, std::uintptr_t stream,
-             std::uintptr_t grad_scale_ptr);
+             std::uintptr_t grad_scale_ptr, std::uint32_t seed);
 
 // Without momentum_buffers there is no momentum.
 void sgd(const Pointers& params, const Pointers& grads, const Pointers& momentum_buffers,
          const Pointers& copies, const Sizes& numels, const std::string& grad_dtype,
          const std::string& moment_dtype, const std::string& copy_dtype, double lr, double momentum,
          double dampening, bool nesterov, double weight_decay, bool first, double grad_scale,
-         std::uintptr_t stream, std::uintptr_t grad_scale_ptr);
+         std::uintptr_t stream, std::uintptr_t grad_scale_ptr, std::uint32_t seed);
 
 // As dsl::round_stochastic of the CPU.
 void round_stochastic(std::uintptr_t src, std::uintptr_t dst, std::size_t numel,

@@ -57,14 +57,18 @@ void step(const Rule& rule, const Lists& lists, const Access& access, std::uintp
 
 Access access_of(const std::string& grad_dtype, const std::string& moment_dtype,
                  const Pointers& copies, const std::string& copy_dtype, double grad_scale,
-                 std::uintptr_t grad_scale_ptr, const char* op) {
+                 std::uintptr_t grad_scale_ptr, std::uint32_t seed, const char* op) {
   const Kind state = parse_kind(moment_dtype, op);
   if (state == Kind::kFloat16) {
     throw std::invalid_argument(std::string(op) + " on CUDA keeps moments in fp32 or bf16");
   }
   const Kind copy = copies.empty() ? Kind::kFloat32 : parse_kind(copy_dtype, op);
-  return Access{parse_kind(grad_dtype, op), state, copy, static_cast<float>(grad_scale),
-                reinterpret_cast<const float*>(grad_scale_ptr)};
+  return Access{parse_kind(grad_dtype, op),
+                state,
+                copy,
+                static_cast<float>(grad_scale),
+                reinterpret_cast<const float*>(grad_scale_ptr),
+                {mixed(2 * seed), mixed(2 * seed + 1)}};
 }
 
 }  // namespace
@@ -74,9 +78,10 @@ void adam(const Pointers& params, const Pointers& grads, const Pointers& exp_avg
           const std::string& grad_dtype, const std::string& moment_dtype,
           const std::string& copy_dtype, double lr, double beta1, double beta2, double eps,
           double weight_decay, bool decoupled, double bias_correction1, double bias_correction2,
-          double grad_scale, std::uintptr_t stream, std::uintptr_t grad_scale_ptr) {
-  const Access access =
-      access_of(grad_dtype, moment_dtype, copies, copy_dtype, grad_scale, grad_scale_ptr, "adam");
+          double grad_scale, std::uintptr_t stream, std::uintptr_t grad_scale_ptr,
+          std::uint32_t seed) {
+  const Access access = access_of(grad_dtype, moment_dtype, copies, copy_dtype, grad_scale,
+                                  grad_scale_ptr, seed, "adam");
   if (exp_avgs.empty() != numels.empty() || exp_avg_sqs.empty() != numels.empty()) {
     throw std::invalid_argument("adam needs exp_avgs and exp_avg_sqs");
   }
@@ -88,9 +93,9 @@ void lion(const Pointers& params, const Pointers& grads, const Pointers& exp_avg
           const Pointers& copies, const Sizes& numels, const std::string& grad_dtype,
           const std::string& moment_dtype, const std::string& copy_dtype, double lr, double beta1,
           double beta2, double weight_decay, double grad_scale, std::uintptr_t stream,
-          std::uintptr_t grad_scale_ptr) {
-  const Access access =
-      access_of(grad_dtype, moment_dtype, copies, copy_dtype, grad_scale, grad_scale_ptr, "lion");
+          std::uintptr_t grad_scale_ptr, std::uint32_t seed) {
+  const Access access = access_of(grad_dtype, moment_dtype, copies, copy_dtype, grad_scale,
+                                  grad_scale_ptr, seed, "lion");
   if (exp_avgs.empty() != numels.empty()) throw std::invalid_argument("lion needs exp_avgs");
   step(Lion(lr, beta1, beta2, weight_decay), Lists{{&params, &grads, &copies, &exp_avgs}, &numels},
        access, stream, "lion");
@@ -100,9 +105,9 @@ void adagrad(const Pointers& params, const Pointers& grads, const Pointers& sums
              const Pointers& copies, const Sizes& numels, const std::string& grad_dtype,
              const std::string& moment_dtype, const std::string& copy_dtype, double lr, double eps,
              double weight_decay, double grad_scale, std::uintptr_t stream,
-             std::uintptr_t grad_scale_ptr) {
+             std::uintptr_t grad_scale_ptr, std::uint32_t seed) {
   const Access access = access_of(grad_dtype, moment_dtype, copies, copy_dtype, grad_scale,
-                                  grad_scale_ptr, "adagrad");
+                                  grad_scale_ptr, seed, "adagrad");
   if (sums.empty() != numels.empty()) throw std::invalid_argument("adagrad needs sums");
   step(Adagrad(lr, eps, weight_decay), Lists{{&params, &grads, &copies, &sums}, &numels}, access,
        stream, "adagrad");
@@ -112,9 +117,9 @@ void sgd(const Pointers& params, const Pointers& grads, const Pointers& momentum
          const Pointers& copies, const Sizes& numels, const std::string& grad_dtype,
          const std::string& moment_dtype, const std::string& copy_dtype, double lr, double momentum,
          double dampening, bool nesterov, double weight_decay, bool first, double grad_scale,
-         std::uintptr_t stream, std::uintptr_t grad_scale_ptr) {
-  const Access access =
-      access_of(grad_dtype, moment_dtype, copies, copy_dtype, grad_scale, grad_scale_ptr, "sgd");
+         std::uintptr_t stream, std::uintptr_t grad_scale_ptr, std::uint32_t seed) {
+  const Access access = access_of(grad_dtype, moment_dtype, copies, copy_dtype, grad_scale,
+                                  grad_scale_ptr, seed, "sgd");
   const bool with_buffer = !momentum_buffers.empty();
   step(Sgd(lr, momentum, dampening, nesterov, weight_decay, first, with_buffer),
        Lists{{&params, &grads, &copies, &momentum_buffers}, &numels}, access, stream, "sgd");

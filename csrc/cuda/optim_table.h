@@ -44,7 +44,8 @@ struct Table {
 struct Access {
   Kind grad, state, copy;
   float grad_scale;
-  const float* grad_scale_ptr;  // multiplies grad_scale unless null; read on the device
+  const float* grad_scale_ptr;      // multiplies grad_scale unless null; read on the device
+  std::uint32_t seeds[2] = {0, 0};  // of the rounding of bf16 states, mixed
 };
 
 struct Lists {
@@ -182,8 +183,12 @@ DSL_BOTH void step_one(const Rule& rule, const Rows& rows, const Access& access,
   float second = rows.state1 == nullptr ? 0.0f : load_one(rows.state1, i, access.state);
   rule(p, g, first, second);
   params[i] = p;
-  if (rows.state0 != nullptr) store_one(rows.state0, i, access.state, first);
-  if (rows.state1 != nullptr) store_one(rows.state1, i, access.state, second);
+  if (rows.state0 != nullptr) {
+    store_state(rows.state0, i, access.state, first, access.seeds[0]);
+  }
+  if (rows.state1 != nullptr) {
+    store_state(rows.state1, i, access.state, second, access.seeds[1]);
+  }
   if (rows.copy != nullptr) store_one(rows.copy, i, access.copy, p);
 }
 
@@ -203,8 +208,12 @@ DSL_BOTH void step_quad(const Rule& rule, const Rows& rows, const Access& access
   decode_quad(raw_second, access.state, second);
   for (int k = 0; k < 4; ++k) rule(p[k], g[k] * scale, first[k], second[k]);
   store_quad(rows.param, i, Kind::kFloat32, p);
-  if (rows.state0 != nullptr) store_quad(rows.state0, i, access.state, first);
-  if (rows.state1 != nullptr) store_quad(rows.state1, i, access.state, second);
+  if (rows.state0 != nullptr) {
+    store_state_quad(rows.state0, i, access.state, first, access.seeds[0]);
+  }
+  if (rows.state1 != nullptr) {
+    store_state_quad(rows.state1, i, access.state, second, access.seeds[1]);
+  }
   if (rows.copy != nullptr) store_quad(rows.copy, i, access.copy, p);
 }
 

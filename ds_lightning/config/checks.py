@@ -321,10 +321,17 @@ def _masters_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     ):
         if getattr(getattr(config, block), name) and stage == 0:
             yield Problem(f"{block}.{name}", "needs stage 1, 2 or 3")
-        if getattr(getattr(config, block), name) and config.zero_optimization.offload_optimizer.is_on:
+        if getattr(getattr(config, block), name) and config.zero_optimization.offload_optimizer.device == "nvme":
             yield Problem(
                 f"{block}.{name}",
-                "keeps masters where parameters are, which does not go with offload_optimizer; drop one of the two",
+                "does not go with offload_optimizer.device=nvme, whose files are stepped on as they are; set that to "
+                "'cpu', or drop one of the two",
+            )
+        if getattr(getattr(config, block), name) and config.optimizer.type in WHOLE_TENSOR_OPTIMIZERS:
+            yield Problem(
+                f"{block}.{name}",
+                f"does not go with {config.optimizer.type}, which would need all masters in fp32 at once; use Adam, or "
+                "leave it out",
             )
 
 

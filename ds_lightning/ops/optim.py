@@ -1,9 +1,10 @@
 """Optimizer steps on lists of tensors: one native call, and one pass over memory, for any number of them.
 
 Every op has a reference in torch's own operations, slice by slice, which is its definition; the kernel for CPUs equals
-it bit for bit. All arithmetic is fp32 (fp64 for fp64 parameters), whatever is stored. In the formulas `g` is the
-gradient times `grad_scale`, and `lerp(a, b, w)` is `a + w (b - a)`, or `b + (1 - w) (a - b)` for `w >= 0.5`, as in
-torch. Factors that depend on hyper-parameters alone are computed in fp64 and rounded once.
+it bit for bit. All arithmetic is fp32 (fp64 for fp64 parameters), whatever is stored. Moments of 16 bits are rounded
+stochastically when stored (`ops.rounding`): to nearest, an average could not take the small steps by which it decays.
+In the formulas `g` is the gradient times `grad_scale`, and `lerp(a, b, w)` is `a + w (b - a)`, or `b + (1 - w) (a - b)`
+for `w >= 0.5`, as in torch. Factors that depend on hyper-parameters alone are computed in fp64 and rounded once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ds_lightning.errors import NativeOpError
 from ds_lightning.ops import native
+from ds_lightning.ops.rounding import round_stochastic_reference
 
 Backend = Literal["auto", "native", "reference"]
 Tensors = Sequence[Tensor]
@@ -26,6 +28,7 @@ Copies = Sequence[Tensor | None]
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MOMENTS = (torch.float32, torch.bfloat16)
 _COPIES = (torch.bfloat16, torch.float16)
+_SEEDS = 0x7FFFFFFF
 _PLAIN = (Tensor, torch.nn.Parameter)
 """Other types may hold no memory of their own, or not what they show (DTensor, FakeTensor)."""
 
@@ -46,6 +49,7 @@ def adam(
     bias_correction1: float,
     bias_correction2: float,
     grad_scale: float = 1.0,
+    seed: int = 0,
     backend: Backend = "auto",
     instruction_set: str = "auto",
 ) -> None:
@@ -62,9 +66,9 @@ def adam(
     Args:
         params: Updated in place; fp32 for the kernels.
         grads: One for each parameter, of its size: fp32, bf16 or fp16 for the kernels. Not changed.
-        exp_avgs: The first moments, fp32 or bf16 for the kernels; updated. bf16 is rounded to nearest when stored;
-            the step itself uses the unrounded value.
-        exp_avg_sqs: The second moments, likewise. In bf16 they shrink only where `1 - beta2` is above 2^-8 or so.
+        exp_avgs: The first moments, fp32 or bf16 for the kernels; updated. 16 bits are rounded stochastically when
+            stored; the step itself uses the unrounded value.
+        exp_avg_sqs: The second moments, likewise.
         copies: Empty, or one bf16 or fp16 tensor (or None) for each parameter that receives the updated values.
         lr: Learning rate.
         beta1: Decay of the first moments.
@@ -75,6 +79,8 @@ def adam(
         bias_correction1: `1 - beta1 ** step`, or 1 for none.
         bias_correction2: `1 - beta2 ** step`, or 1 for none.
         grad_scale: Multiplies gradients on the way: the coefficient of clipping over the loss scale.
+        seed: Of the rounding of moments of 16 bits: another one in each step, the same when a step is made again.
+            Its low 31 bits count.
         backend: "auto" takes a kernel for the tensors that have one and the reference for others; "native" demands
             it for all.
         instruction_set: Of the CPU kernel, for tests: one of `instruction_sets()`.
@@ -95,7 +101,7 @@ def adam(
         p.add_(m.mul(-(lr / bias_correction1 * c)).div_(_sqrt(v).add_(eps * c)))
 
     numbers = (lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction1, bias_correction2)
-    step = _Step("adam", rule, numbers, grad_scale, backend, instruction_set)
+    step = _Step("adam", rule, numbers, grad_scale, seed, backend, instruction_set)
     step.run(params, grads, (exp_avgs, exp_avg_sqs), copies)
 
 
@@ -110,6 +116,7 @@ def lion(
     beta2: float,
     weight_decay: float,
     grad_scale: float = 1.0,
+    seed: int = 0,
     backend: Backend = "auto",
     instruction_set: str = "auto",
 ) -> None:
@@ -129,7 +136,7 @@ def lion(
         p.mul_(1 - lr * weight_decay).sub_(sign.mul_(lr))
         _lerp(m, g, 1 - beta2)
 
-    step = _Step("lion", rule, (lr, beta1, beta2, weight_decay), grad_scale, backend, instruction_set)
+    step = _Step("lion", rule, (lr, beta1, beta2, weight_decay), grad_scale, seed, backend, instruction_set)
     step.run(params, grads, (exp_avgs,), copies)
 
 
@@ -143,6 +150,7 @@ def adagrad(
     eps: float,
     weight_decay: float,
     grad_scale: float = 1.0,
+    seed: int = 0,
     backend: Backend = "auto",
     instruction_set: str = "auto",
 ) -> None:
@@ -161,7 +169,7 @@ def adagrad(
         s.add_(g * g)
         p.add_(g.mul(-lr).div_(_sqrt(s).add_(eps)))
 
-    step = _Step("adagrad", rule, (lr, eps, weight_decay), grad_scale, backend, instruction_set)
+    step = _Step("adagrad", rule, (lr, eps, weight_decay), grad_scale, seed, backend, instruction_set)
     step.run(params, grads, (sums,), copies)
 
 
@@ -178,6 +186,7 @@ def sgd(
     weight_decay: float,
     first: bool,
     grad_scale: float = 1.0,
+    seed: int = 0,
     backend: Backend = "auto",
     instruction_set: str = "auto",
 ) -> None:
@@ -202,7 +211,7 @@ def sgd(
         p.add_(g * -lr)
 
     numbers = (lr, momentum, dampening, nesterov, weight_decay, first)
-    step = _Step("sgd", rule, numbers, grad_scale, backend, instruction_set)
+    step = _Step("sgd", rule, numbers, grad_scale, seed, backend, instruction_set)
     step.run(params, grads, (momentum_buffers,), copies)
 
 
@@ -250,6 +259,7 @@ class _Step(NamedTuple):
     rule: Callable[..., None]
     numbers: tuple[float, ...]
     grad_scale: float
+    seed: int
     backend: Backend
     instruction_set: str
 
@@ -326,12 +336,13 @@ class _Step(NamedTuple):
         names = [_NAMES[dtype] for dtype in call.dtypes]
         lists = [*call.pointers, call.numels]
         arguments = (*names, *self.numbers, self.grad_scale)
+        seed = self.seed & _SEEDS
         if call.device.type == "cuda":
             lists = [each.tolist() for each in lists]
             with torch.cuda.device(call.device):
-                function(*lists, *arguments, torch.cuda.current_stream(call.device).cuda_stream)
+                function(*lists, *arguments, torch.cuda.current_stream(call.device).cuda_stream, seed=seed)
         else:
-            function(*lists, *arguments, torch.get_num_threads(), self.instruction_set)
+            function(*lists, *arguments, torch.get_num_threads(), self.instruction_set, seed=seed)
         # Autograd must learn of a write behind its back, as of any in-place operation.
         _written(params)
         _written([copy for copy in copies if copy is not None])
@@ -354,8 +365,12 @@ class _Step(NamedTuple):
         # `view_as` of the shape it has already would turn a non-contiguous moment away.
         shaped = [each if each.shape == param.shape else each.view(param.shape) for each in wide]
         self.rule(shaped[0], scaled, *shaped[1:])
-        for kept, value in zip(stored, wide, strict=True):
-            if value is not kept:
+        if wide[0] is not param:
+            param.copy_(wide[0])
+        for place, (kept, value) in enumerate(zip(moments, wide[1:], strict=True)):
+            if kept.dtype.itemsize == 2:
+                round_stochastic_reference(kept, value.float(), seed=2 * (self.seed & _SEEDS) + place)
+            elif value is not kept:
                 kept.copy_(value)
         if copy is not None:
             copy.copy_(wide[0].reshape(copy.shape))

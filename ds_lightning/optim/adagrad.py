@@ -24,8 +24,8 @@ class Adagrad(NativeOptimizer):
         weight_decay: factor of the parameters that is added to gradients.
         initial_accumulator_value: first value of the sums.
         eps: added to the root of the sums.
-        moment_dtype: of the sums: "fp32", "bf16" or "param", the dtype of the parameter. A bf16 sum stops growing
-            once squares of gradients are below 2^-8 of it.
+        moment_dtype: of the sums: "fp32", "bf16" or "param", the dtype of the parameter. 16 bits are rounded
+            stochastically, so that a sum grows on average also by squares that are below its last digit.
         torch_only: switches of `torch.optim.Adagrad`; on, they are refused.
 
     Raises:
@@ -79,6 +79,7 @@ class Adagrad(NativeOptimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 grad_scale=grad_scale,
+                seed=int(count),
             )
 
 

@@ -27,9 +27,9 @@ class Adam(NativeOptimizer):
             `decoupled_weight_decay`, the name that torch has for it.
         weight_decay: factor of the weight decay.
         set_grad_none: only True, `zero_grad()`'s own default.
-        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter. bf16 moments save 4 bytes per element
-            and are rounded to nearest, so second moments that shrink by less than 2^-8 per step stay where they are:
-            with beta2 = 0.999 they do not come down again.
+        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter. bf16 moments save 4 bytes per element;
+            they are rounded stochastically, so that they decay on average also where beta2 = 0.999 makes steps that
+            bf16 has no digits for. The dice are seeded by "step", so a run that resumes throws the same.
         fp32_optimizer_states: False is DeepSpeed's word for `moment_dtype="param"`.
         torch_only: switches of `torch.optim.Adam`; on, they are refused.
 
@@ -87,6 +87,7 @@ class Adam(NativeOptimizer):
                 bias_correction1=1 - beta1**count if group["bias_correction"] else 1.0,
                 bias_correction2=1 - beta2**count if group["bias_correction"] else 1.0,
                 grad_scale=grad_scale,
+                seed=int(count),
             )
 
 

@@ -20,6 +20,7 @@ from ds_lightning.offload.tiles import GRADIENT, MASTER, SHARD
 from ds_lightning.ops.aio import Transfer
 from ds_lightning.ops.blocks import Blocks
 from ds_lightning.optim.elementwise import plain_step
+from ds_lightning.optim.narrow import NarrowMasters
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.parts import Parts
 from ds_lightning.optim.sharded import Run, ShardedOptimizer
@@ -57,11 +58,13 @@ class StepsApart:
     Args:
         homes: where units live.
         residency: publishes what was stepped on.
+        narrow: steps on masters of 16 bits; None where there are none.
     """
 
-    def __init__(self, homes: Homes, residency: ResidencyManager) -> None:
+    def __init__(self, homes: Homes, residency: ResidencyManager, narrow: NarrowMasters | None = None) -> None:
         self._homes = homes
         self._residency = residency
+        self._narrow = narrow
 
     def step(self, sharded: ShardedOptimizer, runs: Sequence[Run], publishing: list[Pending]) -> None:
         """Step on `runs` and begin to publish their units. Collective; in a step of `sharded`.
@@ -122,13 +125,16 @@ class StepsApart:
         """Step on one tile; returns the writes under way."""
         home = tile.home
         if home.swap is None:
-            sharded.attach(tile.runs)
-            sharded.show(tile.runs)
-            copied = prepare(sharded, tile.runs)
+            runs = self._step_narrow(tile.runs, sharded)
+            if not runs:
+                return []
+            sharded.attach(runs)
+            sharded.show(runs)
+            copied = prepare(sharded, runs)
             step()
             if not copied:
-                copy_out(tile.runs)
-            for run in tile.runs:
+                copy_out(runs)
+            for run in runs:
                 run.parameter.grad = None
             return []
         for transfer in tile.reads:
@@ -148,6 +154,14 @@ class StepsApart:
         self._records.give(tile.buffer, writes)
         tile.buffer = None
         return writes
+
+    def _step_narrow(self, runs: Sequence[Run], sharded: ShardedOptimizer) -> list[Run]:
+        """Step on those whose masters have 16 bits; returns the others."""
+        narrow = [] if self._narrow is None else self._narrow.chosen(runs)
+        if self._narrow is not None:
+            self._narrow.step(sharded, narrow)
+        copy_out(narrow)
+        return [run for run in runs if run not in narrow]
 
     def _stage_in(self, tile: _Tile, sharded: ShardedOptimizer) -> float:
         """Parameters, gradients and states of the runs become views of the staging buffer.

@@ -36,7 +36,8 @@ class Lamb(NativeOptimizer):
         max_coeff: largest trust ratio.
         min_coeff: smallest trust ratio.
         set_grad_none: only True, `zero_grad()`'s own default.
-        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter.
+        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter. 16 bits are rounded to nearest here, so
+            with beta2 = 0.999 second moments do not come down again.
         torch_only: switches of optimizers of `torch.optim`; on, they are refused.
 
     Raises:

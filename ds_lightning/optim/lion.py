@@ -16,13 +16,16 @@ from ds_lightning.optim.native import NativeOptimizer, Slices, check_positive, m
 class Lion(NativeOptimizer):
     """Lion (arXiv:2302.06675). The formula is that of `ds_lightning.ops.optim.lion`; the state is "exp_avg".
 
+    Where that is not fp32 there is a "step" too.
+
     Args:
         params: parameters or groups of them.
         lr: learning rate; a third to a tenth of Adam's.
         betas: weights of the momentum in the update and in its own average.
         weight_decay: factor of the decoupled weight decay; three to ten times Adam's.
         set_grad_none: only True, `zero_grad()`'s own default.
-        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter.
+        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter. 16 bits are rounded stochastically, by
+            dice that "step" seeds.
         torch_only: switches of optimizers of `torch.optim`; on, they are refused.
 
     Raises:
@@ -56,17 +59,19 @@ class Lion(NativeOptimizer):
 
     def _step(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
         beta1, beta2 = map(float, group["betas"])
-        ops.lion(
-            slices.params,
-            slices.grads,
-            self._moments(group, slices, "exp_avg"),
-            slices.copies,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            grad_scale=grad_scale,
-        )
+        for count, part in self._rounds(group, slices):
+            ops.lion(
+                part.params,
+                part.grads,
+                self._moments(group, part, "exp_avg"),
+                part.copies,
+                lr=float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                grad_scale=grad_scale,
+                seed=count,
+            )
 
 
 class FusedLion(Lion):

@@ -51,7 +51,8 @@ class Muon(NativeOptimizer):
         adam_lr: of Adam, instead of `lr`.
         ns_dtype: in which Newton-Schulz computes and matrices travel: "fp32", "bf16", "fp16", or "auto": fp16 for
             "gram" and bf16 for "standard" on GPUs, fp32 on CPUs, fp64 for fp64 parameters.
-        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter.
+        moment_dtype: "fp32", "bf16" or "param", the dtype of the parameter. 16 bits are rounded to nearest in the
+            buffer of momenta, whose steps they have digits for, and stochastically in the moments of Adam.
 
     Raises:
         ConfigError: where nothing says which parameters are Muon's, or a vector is to be; for an unknown method.
@@ -218,6 +219,7 @@ class Muon(NativeOptimizer):
                 bias_correction1=1 - beta1**count,
                 bias_correction2=1 - beta2**count,
                 grad_scale=grad_scale,
+                seed=int(count),
             )
 
 

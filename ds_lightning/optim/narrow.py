@@ -13,9 +13,10 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_lightning.errors import ConfigError
 from ds_lightning.ops.blocks import Blocks
 from ds_lightning.ops.rounding import round_stochastic
-from ds_lightning.optim.elementwise import plain_step
+from ds_lightning.optim.elementwise import plain_step, takes_parts
 from ds_lightning.optim.native import NativeOptimizer
 from ds_lightning.optim.sharded import Run, ShardedOptimizer, per_element
 
@@ -25,28 +26,66 @@ COUNT = "rounded_steps"
 _KEYS = 16  # of one step; one for the master values, the others for states
 
 
-def step_narrow(sharded: ShardedOptimizer, states: torch.dtype | None) -> None:
-    """Step on the runs of a step that is under way whose masters have 16 bits, and take them out of it.
+class NarrowMasters:
+    """Steps on the runs whose masters have 16 bits.
 
     Args:
-        sharded: the optimizer, in a step.
-        states: dtype of its states with one value per element between steps; None leaves them in fp32.
+        states: dtype of states with one value per element between steps; None leaves them in fp32.
     """
-    narrow = [run for run in sharded.near if run.parameter.dtype.itemsize == 2]
-    step = plain_step(sharded.optimizer)
-    with torch.no_grad():
-        for run in narrow:
-            with _wide(sharded, run, states):
-                sharded.show([run])
-                if isinstance(sharded.optimizer, NativeOptimizer):
-                    blocks: dict[torch.Tensor, Blocks] = {} if run.blocks is None else {run.parameter: run.blocks}
-                    sharded.optimizer.prepare_step(gradients={run.parameter: run.gradient}, blocks=blocks)
-                else:
-                    run.parameter.grad = run.gradient.to(torch.float32)
-                step()
-    for group in sharded.optimizer.param_groups:
-        group[COUNT] = group.get(COUNT, 0) + 1
-    sharded.done(narrow)
+
+    def __init__(self, states: torch.dtype | None) -> None:
+        self._states = states
+
+    def chosen(self, runs: Sequence[Run]) -> list[Run]:
+        """Those of `runs` that are stepped on here."""
+        return [run for run in runs if run.parameter.dtype.itemsize == 2]
+
+    def step(self, sharded: ShardedOptimizer, runs: Sequence[Run]) -> None:
+        """Step on runs, one by one and where they are; the groups of the optimizer hold the last one then.
+
+        Args:
+            sharded: the optimizer, in a step.
+            runs: with 16-bit masters in memory.
+        """
+        step = plain_step(sharded.optimizer)
+        with torch.no_grad():
+            for run in runs:
+                with _wide(sharded, run, self._states):
+                    sharded.show([run])
+                    if isinstance(sharded.optimizer, NativeOptimizer):
+                        blocks: dict[torch.Tensor, Blocks] = {} if run.blocks is None else {run.parameter: run.blocks}
+                        sharded.optimizer.prepare_step(gradients={run.parameter: run.gradient}, blocks=blocks)
+                    else:
+                        run.parameter.grad = run.gradient.to(torch.float32)
+                    step()
+
+    def stepped(self, sharded: ShardedOptimizer) -> None:
+        """All runs have had their step: the next one throws other dice."""
+        for group in sharded.optimizer.param_groups:
+            group[COUNT] = group.get(COUNT, 0) + 1
+
+
+def check_narrow(optimizer: torch.optim.Optimizer, on_disk: bool) -> None:
+    """Refuse what masters of 16 bits do not go with, where they are asked for.
+
+    Args:
+        optimizer: the user's.
+        on_disk: masters are on disk.
+
+    Raises:
+        ConfigError: in words.
+    """
+    key = "bf16_master_weights_and_grads (or fp16_master_weights_and_grads)"
+    if on_disk:
+        raise ConfigError(
+            f"{key} does not go with offload_optimizer.device: nvme, whose files are stepped on as they are. Use "
+            "offload_optimizer.device: cpu, or leave one of the two out."
+        )
+    if takes_parts(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} looks at whole tensors, so all of them would be in fp32 at once, which "
+            f"{key} is there to avoid. Leave it out, or use an element-wise optimizer (Adam, AdamW, Lion, SGD ...)."
+        )
 
 
 @contextmanager

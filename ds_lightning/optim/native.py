@@ -198,6 +198,12 @@ class NativeOptimizer(torch.optim.Optimizer):
             places.setdefault(value, []).append(k)
         return {value: slices.take(chosen) for value, chosen in places.items()}
 
+    def _rounds(self, group: Mapping[str, Any], slices: Slices) -> Iterable[tuple[int, Slices]]:
+        """Slices by the seed of their moments' rounding, in optimizers that count no steps otherwise."""
+        if group["moment_dtype"] == "fp32":
+            return ((0, slices),)
+        return [(int(count), part) for count, part in self._counts(slices).items()]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of this class or of its counterpart in `torch.optim`.
 

@@ -14,7 +14,8 @@ from ds_lightning.optim.native import NativeOptimizer, Slices, check_positive, m
 class SGD(NativeOptimizer):
     """SGD as `torch.optim.SGD` has it. The formula is that of `ds_lightning.ops.optim.sgd`.
 
-    The state is "momentum_buffer", where there is momentum; its first value is the first gradient.
+    The state is "momentum_buffer", where there is momentum; its first value is the first gradient. Where that is not
+    fp32 there is a "step" too.
 
     Args:
         params: parameters or groups of them.
@@ -23,7 +24,8 @@ class SGD(NativeOptimizer):
         dampening: the gradient's share in the buffer is `1 - dampening`.
         weight_decay: factor of the parameters that is added to gradients.
         nesterov: whether to look ahead; needs momentum and no dampening.
-        moment_dtype: of the buffer: "fp32", "bf16" or "param", the dtype of the parameter.
+        moment_dtype: of the buffer: "fp32", "bf16" or "param", the dtype of the parameter. 16 bits are rounded
+            stochastically, by dice that "step" seeds.
         torch_only: switches of `torch.optim.SGD`; on, they are refused.
 
     Raises:
@@ -70,17 +72,19 @@ class SGD(NativeOptimizer):
             else:
                 old = [k for k, state in enumerate(slices.states) if state.get(name) is not None]
                 parts = [(slices.take(new), True), (slices.take(old), False)]
-        for part, first in parts:
-            ops.sgd(
-                part.params,
-                part.grads,
-                self._moments(group, part, name) if group["momentum"] != 0 else (),
-                part.copies,
-                lr=float(group["lr"]),
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                weight_decay=group["weight_decay"],
-                first=first,
-                grad_scale=grad_scale,
-            )
+        for each, first in parts:
+            for count, part in self._rounds(group, each) if group["momentum"] != 0 else ((0, each),):
+                ops.sgd(
+                    part.params,
+                    part.grads,
+                    self._moments(group, part, name) if group["momentum"] != 0 else (),
+                    part.copies,
+                    lr=float(group["lr"]),
+                    momentum=group["momentum"],
+                    dampening=group["dampening"],
+                    nesterov=group["nesterov"],
+                    weight_decay=group["weight_decay"],
+                    first=first,
+                    grad_scale=grad_scale,
+                    seed=count,
+                )

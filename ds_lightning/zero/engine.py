@@ -22,7 +22,7 @@ from ds_lightning.optim.apart import StepsApart, copy_out, prepare
 from ds_lightning.optim.blockwise import BlockwiseOptimizer, check_blockwise
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.optim.elementwise import check_supported, element_states, takes_parts
-from ds_lightning.optim.narrow import step_narrow
+from ds_lightning.optim.narrow import NarrowMasters, check_narrow
 from ds_lightning.optim.onebit import OneBitOptimizer
 from ds_lightning.optim.run_parts import PartsOfSteps
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
@@ -124,7 +124,10 @@ class ZeroEngine:
             self.residency.release,
         )
         self.reducer.keeps_local = self._keeps_local
-        self._apart = StepsApart(self.homes, self.residency) if self.homes is not None else None
+        dtypes = self.options.dtypes
+        narrow_states = torch.bfloat16 if dtypes.narrow_states else None
+        self._narrow = NarrowMasters(narrow_states) if dtypes.narrow_masters else None
+        self._apart = StepsApart(self.homes, self.residency, self._narrow) if self.homes is not None else None
         self._publishing: list[Pending] = []
         self._copied = False  # whether the step under way puts new values where parameters are
         self._steps_within = 0
@@ -170,6 +173,8 @@ class ZeroEngine:
         offload = self.options.offload
         on_disk = offload is not None and offload.optimizer is Home.DISK and self.plan.shard_optimizer
         for optimizer in optimizers:
+            if self.options.dtypes.narrow_masters:
+                check_narrow(optimizer, on_disk)
             if self.topology.teams.replicas.size > 1 and takes_parts(optimizer):
                 raise ConfigError(
                     f"{type(optimizer).__name__} looks at whole parameters, put together from all ranks, "
@@ -501,8 +506,11 @@ class ZeroEngine:
         if self._apart is not None:
             self.residency.forget_expected()
             self._apart.step(sharded, apart, self._publishing)
-        if self.options.dtypes.narrow_masters:
-            step_narrow(sharded, torch.bfloat16 if self.options.dtypes.narrow_states else None)
+        if self._narrow is not None:
+            runs = self._narrow.chosen(sharded.near)
+            self._narrow.step(sharded, runs)
+            self._narrow.stepped(sharded)
+            sharded.done(runs)
         if isinstance(sharded, BlockwiseOptimizer):
             sharded.prepare_step()
         self._copied = prepare(sharded, sharded.near, parts=self._parts.of(sharded))

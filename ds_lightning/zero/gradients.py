@@ -40,7 +40,9 @@ class UnitGradients:
         self.unit = unit
         self.parameters = buffers.parameters
         self.dtype = dtype or unit.travels or unit.dtype
-        self.kept = kept or unit.master_dtype
+        # fp16 is for loss-scaled gradients: unscaled in it, small ones would be gone before the step widens them.
+        loses = buffers.narrow and unit.master_dtype is torch.float16
+        self.kept = kept or (torch.float32 if loses else unit.master_dtype)
         self._sharded = plan.shard_optimizer
         self.whole = not self._sharded
         # Stage 0 shows the averaged gradient in `p.grad`, as DDP does.

@@ -1,12 +1,18 @@
 """`bf16_master_weights_and_grads` and `bf16_optimizer_states`: stochastic rounding in the place of fp32 copies."""
 
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import ds_lightning as dsl
+from ds_lightning.errors import ConfigError
+from ds_lightning.offload.host import HostMemory
 from tests.dist.harness import Recipe, difference, full_values, make_engine, same_bits, train
 from tests.dist.models import Everything
+from tests.dist.test_offload import policy
 from tests.pool import run_ranks
 
 NARROW_STAGES = (1, 2, 3)
@@ -93,3 +99,75 @@ def resumes(stage):
 @pytest.mark.parametrize("stage", NARROW_STAGES)
 def test_a_run_that_resumes_throws_the_same_dice(stage):
     run_ranks(resumes, 2, stage)
+
+
+def offloaded(folder):
+    original = HostMemory.__init__
+
+    def separate(self, device, pin):  # as for a GPU: values are copied to and fro
+        original(self, device, pin)
+        self.separate = True
+
+    for name in ("native", "sgd"):
+        recipe = Recipe(precision="bf16", optimizer=OPTIMIZERS[name], clip="norm", accumulate=2)
+        for states, stage in ((False, 2), (True, 3)):
+            wanted = train(Everything, stage, recipe, narrow_masters=True, narrow_states=states)
+            kept = []
+            for ratio, make in ((1.0, original), (0.5, original), (1.0, separate)):
+                with mock.patch.object(HostMemory, "__init__", make):
+                    found = train(
+                        Everything,
+                        stage,
+                        recipe,
+                        narrow_masters=True,
+                        narrow_states=states,
+                        offload=policy(folder, "cpu", "cpu" if stage == 3 else "none", ratio=ratio),
+                        prepare=lambda engine: kept.extend(engine.units.values()),
+                    )
+                assert same_bits(found, wanted), (name, stage, ratio)
+                assert found.norms == wanted.norms
+            assert any(b.home is not None and b.home.steps_apart and b.narrow for b in kept)
+
+
+def test_masters_in_host_memory_are_stepped_on_there_with_the_same_bits(tmp_path):
+    run_ranks(offloaded, 2, str(tmp_path))
+
+
+def host_bytes(folder):
+    """Of a matrix of 4096 elements, half of which this rank has, with its parameters on the device."""
+    found = []
+    for narrow, states in ((False, False), (True, False), (True, True)):
+        module = nn.Linear(64, 64, bias=False)
+        optimizer = dsl.optim.AdamW(module.parameters(), lr=1e-3)
+        rest = {"narrow_masters": narrow, "narrow_states": states, "offload": policy(folder, "cpu")}
+        engine = make_engine(module, [optimizer], 2, precision="bf16", **rest)
+        with engine.passes.step_scope(), torch.autocast("cpu", torch.bfloat16):
+            loss = module(torch.eye(64)).sum()
+        with engine.passes.backward_scope():
+            loss.backward()
+        optimizer.step()
+        (sharded,) = engine.optimizers
+        (buffers,) = engine.units.values()
+        (gradients,) = engine.reducer.units.values()
+        found.append((buffers.master.itemsize, gradients.grad.itemsize, sharded.state_nbytes - 4))
+        engine.dissolve()
+    assert found == [(4, 4, 2048 * 8), (2, 2, 2048 * 8), (2, 2, 2048 * 4)]
+
+
+def test_what_is_offloaded_has_16_bits(tmp_path):
+    run_ranks(host_bytes, 2, str(tmp_path))
+
+
+def refused(folder):
+    module = nn.Linear(4, 4, bias=False)
+    for optimizer in (dsl.optim.Lamb(module.parameters()), dsl.optim.Muon([{"params": [module.weight], "use_muon": True}])):
+        with pytest.raises(ConfigError, match=f"{type(optimizer).__name__} looks at whole tensors.*master_weights"):
+            make_engine(module, [optimizer], 2, precision="bf16", narrow_masters=True)
+    optimizer = dsl.optim.AdamW(module.parameters())
+    with pytest.raises(ConfigError, match="does not go with offload_optimizer.device: nvme"):
+        make_engine(module, [optimizer], 2, precision="bf16", narrow_masters=True, offload=policy(folder, "nvme"))
+    assert not list(Path(folder).iterdir())
+
+
+def test_what_does_not_go_with_masters_of_16_bits_is_refused_in_words(tmp_path):
+    run_ranks(refused, 2, str(tmp_path))

@@ -26,7 +26,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim",),
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
-    ("optim.clip", "optim.apart", "optim.blockwise", "optim.narrow", "optim.run_parts"),
+    ("optim.blockwise", "optim.clip", "optim.narrow", "optim.run_parts"),
+    ("optim.apart",),
     ("zero.passes",),
     ("zero.values",),
     ("zero.state_dicts", "zero.optimizer_states", "zero.resting"),

@@ -28,7 +28,7 @@ class Fp16Config(Block):
     hysteresis: int = key(2, "Overflows before the scale halves.", at_least=1)
     consecutive_hysteresis: bool = key(False, "Every clean step refills the hysteresis.")
     min_loss_scale: int = key(1, "The scale never falls below this.")
-    fp16_master_weights_and_grads: bool = key(False, "Masters and gradients in fp16.")
+    fp16_master_weights_and_grads: bool = key(False, "Masters in fp16; gradients add up in fp32.")
 
 
 @dataclass

@@ -5,6 +5,8 @@ import pytest
 from ds_lightning.config import Facts, load, resolve
 from ds_lightning.errors import ConfigError
 
+MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
+
 
 def stage(number, **rest):
     return {"zero_optimization": {"stage": number, **rest}}
@@ -96,11 +98,21 @@ def stage(number, **rest):
         ),
         ({"elasticity": {"enabled": True, "min_gpus": 5, "max_gpus": 4}}, "elasticity.min_gpus"),
         ({"fp16": {"fp16_master_weights_and_grads": True}, **stage(0)}, "needs stage 1, 2 or 3"),
+        (
+            {"bf16": MASTERS, **stage(2, offload_optimizer={"device": "nvme", "nvme_path": "x"})},
+            "bf16_master_weights_and_grads: does not go with offload_optimizer.device=nvme",
+        ),
+        ({"bf16": MASTERS, **stage(2), "optimizer": {"type": "Lamb"}}, "does not go with Lamb"),
+        ({"bf16": MASTERS, **stage(2), "optimizer": {"type": "Muon"}}, "does not go with Muon"),
     ],
 )
 def test_conflicts_are_refused_when_the_configuration_is_read(data, message):
     with pytest.raises(ConfigError, match=message):
         load(data)
+
+
+def test_masters_of_16_bits_go_with_optimizers_in_host_memory():
+    assert load({"bf16": MASTERS, **stage(2, offload_optimizer={"device": "cpu"})}).given
 
 
 @pytest.mark.parametrize("scale", [0, 8])
