@@ -233,10 +233,8 @@ class ResidencyManager:
         """Elements of sharded units that are gathered or being gathered, without some."""
         return sum(
             entry.buffers.unit.numel
-            for entry in self.units.values()
-            if entry.buffers.sharded
-            and entry.state is not Residency.SHARDED
-            and entry.buffers.unit.index not in besides
+            for index, entry in self.units.items()
+            if entry.buffers.sharded and entry.state is not Residency.SHARDED and index not in besides
         )
 
     def republish(self, indices: Iterable[int]) -> None:
