@@ -261,7 +261,7 @@ class Passes:
             if index not in closed:
                 self._residency.prefetch(index)
         for index in units:
-            if index in closed:  # some ranks have it still: see [Note: where backward gathers]
+            if index in closed:  # some ranks have it still
                 self._reducer.closings.reopen(index)
                 self._residency.join(index, keep=True)
             else:
