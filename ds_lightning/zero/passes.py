@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_lightning.comm.agreement import Agreement
+from ds_lightning.layout.units import ROOT
 from ds_lightning.optim.clip import GradientNorms
 from ds_lightning.zero.broadcast import BufferSync
 from ds_lightning.zero.buffers import UnitBuffers
@@ -71,6 +72,7 @@ class Passes:
         self._touched: set[int] = set()
         self._in_backward = False
         self._entered: tuple[int, ...] = ()  # the units that backward entered last
+        self._open_units: set[int] = set()  # that it has left, and is expected to enter again
         self._bracketed = False
         self._tasks: set[int] = set()
         self._uneven: UnevenEvaluation | None = None
@@ -91,6 +93,7 @@ class Passes:
         self._scope_modules = {scope: list(module.modules()) for scope, module in modules.items()}
         numels = {index: buffers.unit.numel for index, buffers in self._units.items()}
         self._orders = {True: GatherOrder(numels), False: GatherOrder(numels)}
+        self._reducer.guided = any(scope != ROOT for scope in self._scope_units)
 
     @property
     def together(self) -> bool:
@@ -251,21 +254,36 @@ class Passes:
     def _need(self, units: Sequence[int]) -> None:
         order = self._order
         if self._in_backward:
-            left, self._entered = self._entered, tuple(units)
-            if left != self._entered:  # all ranks enter the same scopes, so they leave them alike
-                self._reducer.close([index for index in left if order.reuse_distance(index) is None])
+            self._leave_for(units)
+        closed = self._reducer.closings.left
         for index in units:
             order.note(index)
-            self._residency.prefetch(index)
+            if index not in closed:
+                self._residency.prefetch(index)
         for index in units:
-            self._residency.gather(index)
+            if index in closed:  # some ranks have it still
+                self._reducer.closings.reopen(index)
+                self._residency.join(index, keep=True)
+            else:
+                self._residency.gather(index)
         budget = self._options.prefetch
         if budget is None:
             budget = max(self._units[index].unit.numel for index in self._sharded())
-        for index in order.upcoming(min(budget, self._options.max_live - self._residency.live_numel())):
+        budget = min(budget, self._options.max_live - self._residency.live_numel(closed))
+        for index in order.upcoming(budget, closed):
             self._residency.prefetch(index)
         if self._options.read_ahead:
             self._residency.expect(order.upcoming(self._options.read_ahead * self._agreement.topology.shard_count))
+
+    def _leave_for(self, units: Sequence[int]) -> None:
+        """Backward enters a scope, so it has left the one before: all ranks do, at the same place."""
+        left, self._entered = self._entered, tuple(units)
+        if left == self._entered:
+            return
+        self._open_units.difference_update(units)
+        candidates = sorted(self._open_units.union(left))
+        self._open_units = set(candidates) & self._order.expected()
+        self._reducer.close([index for index in candidates if index not in self._open_units])
 
     def _sharded(self) -> list[int]:
         return [index for units in self._scope_units.values() for index in units]
@@ -320,6 +338,7 @@ class Passes:
         except BaseException:
             self._in_backward = False
             self._entered = ()
+            self._open_units = set()
             self._reducer.fail()
             raise
         finally:
@@ -356,6 +375,8 @@ class Passes:
     def _finish_backward(self, release_sticky: bool) -> None:
         self._in_backward = False
         self._entered = ()
+        self._open_units = set()
+        self._orders[True].backward_is_over()
         self.backwards += 1
         self._norms.forget()
         self._residency.unwatch()

@@ -6,7 +6,7 @@ needs it and only loses the overlap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 
 
@@ -16,6 +16,8 @@ class GatherOrder:
     Args:
         numel: elements of each unit, by index.
     """
+
+    _END = -1  # of a backward
 
     def __init__(self, numel: dict[int, int]) -> None:
         self._numel = numel
@@ -40,15 +42,29 @@ class GatherOrder:
         if self._position < len(self._known) and self._known[self._position] == index:
             self._position += 1
             return
-        # The step left out something, or does something else first: look ahead for it.
+        # The step left out something, or does something else first: look ahead for it, in this pass.
         with suppress(ValueError):
-            self._position = self._known.index(index, self._position) + 1
+            self._position += self._ahead().index(index) + 1
 
-    def upcoming(self, budget: int) -> Sequence[int]:
-        """The units expected next, as many as fit into `budget` elements."""
+    def backward_is_over(self) -> None:
+        """What comes next belongs to another forward, or to a second backward over the same graph."""
+        if self._recording:
+            self._recording.append(self._END)
+        with suppress(ValueError):
+            self._position = self._known.index(self._END, self._position) + 1
+
+    def _ahead(self) -> list[int]:
+        """What is expected until the end of the next backward."""
+        end = len(self._known)
+        with suppress(ValueError):
+            end = self._known.index(self._END, self._position)
+        return self._known[self._position : end]
+
+    def upcoming(self, budget: int, besides: Set[int] = frozenset()) -> Sequence[int]:
+        """The units expected next, as many as fit into `budget` elements, without some."""
         chosen: list[int] = []
-        for index in self._known[self._position :]:
-            if index in chosen:
+        for index in self._ahead():
+            if index in chosen or index in besides:
                 continue
             budget -= self._numel[index]
             if budget < 0:
@@ -56,10 +72,14 @@ class GatherOrder:
             chosen.append(index)
         return chosen
 
+    def expected(self) -> Set[int]:
+        """The units that are needed again before the end of the next backward."""
+        return set(self._ahead())
+
     def reuse_distance(self, index: int) -> int | None:
-        """Elements needed before unit `index` is needed again; None when that is not expected."""
+        """Elements needed before `index` is needed again; None when that is not before the end of a backward."""
         distance = 0
-        for other in self._known[self._position :]:
+        for other in self._ahead():
             if other == index:
                 return distance
             distance += self._numel[other]

@@ -1,12 +1,12 @@
 """Averages gradients over ranks, one flat reduction per unit, and keeps this rank's shard of the result.
 
 [Note: the order of reductions] Ranks must start the same reductions in the same order, whatever their gradients look
-like. Units are started in an order that all ranks share; a unit whose gradients are complete waits for those before it.
-A rank may wait for a reduction in the middle of its backward, so every rank must come to start it without being asked:
-at the end of backward a rank starts all that others may have started, with zeros where it has nothing (a branch that it
-did not take). Units that no rank had gradients for in a recent backward are late: nobody starts them before the end,
-where what is left (these, a second gradient from reentrant checkpointing) is agreed upon on the control group, so that
-unused parameters cost no communication.
+like. Where backward gathers nothing, units are started in an order that all ranks share; a unit whose gradients are
+complete waits for those before it. A rank may wait for a reduction in the middle of its backward, so every rank must
+come to start it without being asked: at the end of backward a rank starts all that others may have started, with zeros
+where it has nothing (a branch that it did not take). Units that no rank had gradients for in a recent backward are
+late: nobody starts them before the end, where what is left (these, a second gradient from reentrant checkpointing) is
+agreed upon on the control group, so that unused parameters cost no communication.
 
 [Note: one reducer] The mean of a gradient is `1/world_size * ((g_0 + g_1) + g_2 ...)`, summed in rank order in fp32 (or
 wider), at every stage; `Averaging` has the other factors. Stage 0 then gathers the shards; stages 1-3 keep them.
@@ -29,6 +29,7 @@ from ds_lightning.comm.collectives import Collectives, PendingReduce
 from ds_lightning.errors import ConfigError
 from ds_lightning.layout.units import ROOT
 from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
+from ds_lightning.zero.closings import Closings
 from ds_lightning.zero.gradients import UnitGradients
 from ds_lightning.zero.plan import StagePlan
 from ds_lightning.zero.residency import TAGS
@@ -78,6 +79,10 @@ class GradientReducer:
         options: from the configuration.
         on_complete: called with the index of a unit whose gradients have all arrived; its values are not needed by
             backward any more.
+
+    Attributes:
+        guided: backward gathers, so `close` tells when reductions are due. See [Note: where backward gathers].
+        closings: what is closed in a guided backward.
     """
 
     def __init__(
@@ -110,6 +115,8 @@ class GradientReducer:
         self._rows = RowExchange(collectives, agreement, options.averaging)
         self.sync = True
         self.keeps_local: Callable[[], bool] = _never
+        self.guided = False
+        self.closings = Closings()
         for buffers in units:
             self.add(buffers)
 
@@ -138,6 +145,7 @@ class GradientReducer:
             self._order.remove(index)
         self._late.discard(index)
         self._absent.discard(index)
+        self.closings.remove(index)
 
     @property
     def _communicates(self) -> bool:
@@ -156,6 +164,14 @@ class GradientReducer:
         index = gradients.unit.index
         if not gradients.unit.row:
             self._completed.append(index)
+        if self.guided:
+            if gradients.unit.row:
+                return  # released when its scope is left; its rows are exchanged at the end
+            if not gradients.buffers.sharded or gradients.unit.scope == ROOT:
+                self.closings.found(index)
+            elif index in self.closings.left:
+                self._on_complete(index)
+            return
         self._on_complete(index)
         if self._communicates:
             self._advance()
@@ -173,22 +189,20 @@ class GradientReducer:
             self._launch(gradients)
 
     def close(self, indices: Sequence[int]) -> None:
-        """Backward has left these units: start what is due up to them, complete or not.
+        """Backward has left these units, on all ranks at the same place of a guided backward: start what is due."""
+        due = self.closings.close(indices, self._learnt)
+        for index in indices:
+            if index in self.units and self.units[index].complete:
+                self._on_complete(index)
+        for index in due:
+            if index in self.units:
+                self._start(index)
 
-        At stage 3 a rank that does not use some parameter would otherwise start its unit's reduction at the end only,
-        while ranks that use it wait for that reduction and so do not come to the gathers that this rank waits for.
-        """
-        if not self._communicates:
-            return
-        places = [self._order.index(index) for index in indices if index in self._order and index not in self._late]
-        last = max(places, default=-1)
-        while self._cursor <= last:
-            gradients = self.units[self._order[self._cursor]]
-            self._cursor += 1
-            if not gradients.complete:
-                self._completed.append(gradients.unit.index)
+    def _start(self, index: int) -> None:
+        """Start a unit's first reduction in this backward."""
+        gradients = self.units[index]
+        if not (gradients.launched or gradients.unit.row or index in self._late):
             self._launch(gradients)
-        self._advance()
 
     def _launch(self, gradients: UnitGradients) -> None:
         self._settle()
@@ -208,13 +222,11 @@ class GradientReducer:
             return taken[-1]
 
         limit = IN_FLIGHT if self._options.overlap else 0
-        # Nothing makes another rank start the reduction of a unit that is not gathered before backward is over.
-        bounded = gradients.buffers.sharded or not self._plan.shard_params
-        while bounded and len(self._in_flight) >= max(limit, 1):
+        while len(self._in_flight) >= max(limit, 1):
             self._land()
         tag = unit.index * TAGS + REDUCE_TAG
         with torch.no_grad():
-            for earlier, under_way, _ in self._in_flight if bounded else ():
+            for earlier, under_way, _ in self._in_flight:
                 if earlier.buffers.sharded and not earlier.apart:
                     under_way.advance()
             flat = take(unit.numel)
@@ -224,7 +236,7 @@ class GradientReducer:
             )
         gradients.launched += 1
         self._in_flight.append((gradients, pending, taken))
-        if bounded and not limit:
+        if not limit:
             self._land()
 
     def _flatten(self, gradients: UnitGradients, flat: torch.Tensor) -> None:
@@ -300,11 +312,11 @@ class GradientReducer:
             gradients.reset()
         self._cursor = 0
         self._completed = []
+        self.closings.reset()
 
     def _finish_reductions(self) -> None:
-        for index in self._order[self._cursor :]:
-            if index not in self._late:
-                self._launch(self.units[index])
+        for index in self._order:
+            self._start(index)
         units = [self.units[index] for index in sorted(self.units)]
         for gradients in units:
             for index, parameter in enumerate(gradients.parameters):
@@ -327,9 +339,12 @@ class GradientReducer:
         rows = [g for g in units if isinstance(g, RowGradients) and targets[g.unit.index]]
         dense = self._reduce_rows(rows)
         self._drain()
-        if learnt:
-            self._order = learnt + [index for index in self._order if index not in learnt]
+        if learnt is not None:
+            order, self.closings.anchors = learnt
+            self._order = order + [index for index in self._order if index not in order]
             self._learnt = True
+        if self.guided:
+            self.closings.again(index for index, target in targets.items() if target > 1)
         absent = self._note_presence(units, result[len(units) :])
         self._note_absence(absent)
         if self.sync:
@@ -413,12 +428,13 @@ class GradientReducer:
             if gradients.exposes:
                 gradients.expose()
 
-    def _learn(self) -> list[int]:
-        """The order in which rank 0's gradients were complete in its first backward, for the next ones."""
+    def _learn(self) -> tuple[list[int], dict[int, int]]:
+        """The order in which rank 0's gradients were complete in its first backward, and the anchors."""
         again = [index for index in self._completed if self.units[index].pending()]  # closed too early
         early = [index for index in self._completed if index not in again]
-        order: list[int] = self._agreement.from_rank(list(dict.fromkeys(early + again)))
-        return order
+        order = list(dict.fromkeys(early + again))
+        learnt: tuple[list[int], dict[int, int]] = self._agreement.from_rank((order, self.closings.anchors))
+        return learnt
 
     def hidden(self) -> list[int]:
         """Units with reduced gradients that `p.grad` does not show."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from enum import Enum, auto
 from typing import Any
 
@@ -229,12 +229,12 @@ class ResidencyManager:
                     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         self._watched.clear()
 
-    def live_numel(self) -> int:
-        """Elements of sharded units that are gathered or being gathered."""
+    def live_numel(self, besides: Set[int] = frozenset()) -> int:
+        """Elements of sharded units that are gathered or being gathered, without some."""
         return sum(
             entry.buffers.unit.numel
-            for entry in self.units.values()
-            if entry.buffers.sharded and entry.state is not Residency.SHARDED
+            for index, entry in self.units.items()
+            if entry.buffers.sharded and entry.state is not Residency.SHARDED and index not in besides
         )
 
     def republish(self, indices: Iterable[int]) -> None:

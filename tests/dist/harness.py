@@ -50,7 +50,8 @@ class Recipe:
     """`"fp32"`, `"fp64"` or `"bf16"` (16-bit compute, fp32 masters)."""
     optimizer: str | Callable[[Any], torch.optim.Optimizer] = "sgd"
     backward: str = "scoped"
-    """`"scoped"`, `"plain"` (no `backward_scope`), `"retain"` (twice over one graph), `"several"` (two losses)."""
+    """`"scoped"`, `"plain"` (no `backward_scope`), `"retain"` (twice over one graph), `"several"` (two losses) or
+    `"manual"` (two losses in one step, as with manual optimization)."""
     interlude: str = ""
     """What happens between micro-batches: `"eval"`, `"no_grad"`."""
 
@@ -181,7 +182,7 @@ def _train_alone(make: Callable[[], nn.Module], recipe: Recipe) -> Trained:
                 loss.backward(retain_graph=recipe.backward == "retain")
                 if recipe.backward == "retain":
                     loss.backward()
-                if recipe.backward == "several":
+                if recipe.backward in ("several", "manual"):
                     micro_loss(module, recipe, step, micro + 50, rank).backward()
                 if rank == dist.get_rank():
                     result.losses.append(loss.item())
@@ -264,10 +265,18 @@ def forward_backward(engine: ZeroEngine, recipe: Recipe, step: int, micro: int) 
         with engine.passes.step_scope():
             return micro_loss(module, recipe, step, micro, rank)
 
+    losses: list[torch.Tensor] = []
+
     def backward(loss: torch.Tensor, **how: Any) -> None:
         with nullcontext() if recipe.backward == "plain" else engine.passes.backward_scope():
             loss.backward(**how)
 
+    if recipe.backward == "manual":
+        with engine.passes.step_scope():
+            for place in (micro, micro + 50):
+                losses.append(loss_of(place))
+                backward(losses[-1])
+        return losses[0].item()
     loss = loss_of(micro)
     backward(loss, retain_graph=recipe.backward == "retain")
     if recipe.backward == "retain":

@@ -363,6 +363,31 @@ class UsedInOneMicroBatch(UnusedOnOneRank):
         return h
 
 
+class UnusedInChangedOrder(UnusedOnOneRank):
+    """What the step before leads to expect is wrong: blocks run once or twice, in another order or not at all."""
+
+    depth = 6
+
+    def body(self, h):
+        order = [(0, 1, 2, 3, 4, 5, 4, 3, 2), (5, 4, 3, 2, 1, 0), (2, 0, 3, 1, 5, 4, 2), (1, 1, 2, 3, 4, 5)]
+        for place in order[self.step % 4]:
+            self.blocks[place].take = self.rank == 0
+            h = self.blocks[place](h)
+        return h
+
+
+class UnusedAndRecomputedTwice(UnusedOnOneRank):
+    """Blocks are complete, and may be released, before backward enters them again; on one rank they never are."""
+
+    depth = 5
+
+    def body(self, h):
+        for place in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0):
+            self.blocks[place].take = self.rank == 0
+            h = checkpoint(self.blocks[place], h, use_reentrant=True)
+        return h
+
+
 class SometimesNothing(Toy):
     """In some steps a rank, in some all ranks, leave the extra parameter out."""
 

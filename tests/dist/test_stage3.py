@@ -435,7 +435,8 @@ def check_flat(stage, name):
             first = tracemalloc.get_traced_memory()[0]
     grown = tracemalloc.get_traced_memory()[0] - first
     tracemalloc.stop()
-    assert max(counts[4:]) <= max(counts[:4]), counts
+    # Gloo's thread may hold what it has just sent for a moment longer; what is kept is there in every later step.
+    assert min(counts[4:]) <= max(counts[:4]), counts
     assert max(sizes[4:]) <= max(sizes[:4]), sizes
     assert grown < 100_000, f"{grown} bytes of Python objects in four steps"
     with torch._C.DisableTorchFunctionSubclass():  # users are told that `p.grad` is not the gradient

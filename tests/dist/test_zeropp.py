@@ -482,12 +482,9 @@ def test_copies_of_a_sharded_model_train_as_one(size):
     run_ranks(check_copies, 4, "Everything", RECIPES["accumulated"], size)
 
 
-# Left out: a second backward over a graph in which ranks use other parameters, which plain stage 3 cannot do either.
-WAYS = [(name, recipe) for name in SOME for recipe in RECIPES if (name, recipe) != ("UnusedOnOneRank", "retain")]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "recipe"), WAYS)
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_copies_of_a_sharded_model_train_as_one_in_all_ways(name, recipe):
     run_ranks(check_copies, 4, name, RECIPES[recipe], 2)
 
