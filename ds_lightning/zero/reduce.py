@@ -108,6 +108,7 @@ class GradientReducer:
         self._stale: deque[tuple[UnitGradients, PendingReduce, list[torch.Tensor]]] = deque()  # of a failed backward
         self.sync = True
         self.keeps_local: Callable[[], bool] = _never
+        self.on_landing: Callable[[UnitGradients], None] = _nothing
         for buffers in units:
             self.add(buffers)
 
@@ -251,6 +252,8 @@ class GradientReducer:
         gradients.landed += 1
         for tensor in taken:
             self._pool.give(tensor)
+        if self.sync:
+            self.on_landing(gradients)
 
     def _drain(self) -> None:
         while self._in_flight:
@@ -426,3 +429,7 @@ class GradientReducer:
 
 def _never() -> bool:
     return False
+
+
+def _nothing(gradients: UnitGradients) -> None:
+    pass

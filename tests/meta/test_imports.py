@@ -26,7 +26,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim",),
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
-    ("optim.clip", "optim.apart", "optim.blockwise", "optim.narrow", "optim.run_parts"),
+    ("optim.clip", "optim.apart", "optim.speculation", "optim.blockwise", "optim.narrow", "optim.run_parts"),
     ("zero.passes",),
     ("zero.values",),
     ("zero.state_dicts", "zero.optimizer_states", "zero.resting"),
