@@ -44,6 +44,9 @@ def inert_reason(path: str, config: DeepSpeedConfig, stage: int, autos: frozense
         return "inert with prescale_gradients, and with sums"
     if path == "prescale_gradients" and config.gradient_allreduce_op == "sum":
         return "inert with gradient_allreduce_op: sum"
+    early = config.zero_optimization.offload_optimizer.super_offload
+    if path == "zero_optimization.offload_optimizer.buffer_count" and early:
+        return None
     if path.rpartition(".")[0] in _ON_DISK and not _on_disk(path, config):
         return "inert without NVMe offload"
     for depth, name in enumerate(names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,17 +56,25 @@ def host() -> Iterator[None]:
 
 
 class Sometimes(models.Everything):
-    """A model whose middle block rests in every third step, and so on one rank only in every other of these."""
+    """A model whose middle block rests in every third step."""
+
+    alike = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         blocks = list(self.blocks)
         kept = self.blocks
-        rests = self.step % 3 == 1 and (self.step % 2 or self.rank)
+        rests = self.step % 3 == 1 and (self.alike or self.step % 2 or self.rank)
         self.blocks = torch.nn.ModuleList(blocks[:1] + blocks[2:]) if rests else kept
         try:
             return super().forward(x)
         finally:
             self.blocks = kept
+
+
+class Apart(Sometimes):
+    """There on one rank only, in every other of these steps. At stage 3 all ranks must run the same blocks."""
+
+    alike = False
 
 
 def threads() -> int:
@@ -98,9 +107,9 @@ def train(stage: int, recipe: Recipe, speculative: bool, make: Any = Sometimes, 
             optimizer.step()
             schedule.step()
         seen.append(full_values(engine))
-        for index in sorted(engine.reducer.units):
-            for name, state in engine.values.full_unit_state(sharded, index).items():
-                seen.append({f"{name}.{key}": torch.as_tensor(value).clone() for key, value in state.items()})
+    for index in sorted(engine.reducer.units):
+        for name, state in engine.values.full_unit_state(sharded, index).items():
+            seen.append({f"{name}.{key}": torch.as_tensor(value).clone() for key, value in state.items()})
     counts = (0, 0) if engine.speculation is None else (engine.speculation.stood, engine.speculation.undone)
     bytes_held = engine.model_state_bytes()
     engine.dissolve()
@@ -131,15 +140,16 @@ def eager() -> Iterator[None]:
 
 
 def check_bits(stage: int, precision: str, name: str) -> None:
-    recipe = Recipe(steps=9, accumulate=2, precision=precision, optimizer=OPTIMIZERS[name])
-    wanted, _, plain = train(stage, recipe, False)
+    recipe = Recipe(steps=7, accumulate=2, precision=precision, optimizer=OPTIMIZERS[name])
+    make = Sometimes if stage == 3 else Apart
+    wanted, _, plain = train(stage, recipe, False, make)
     with eager():
-        found, (stood, undone), held = train(stage, recipe, True)
+        found, (stood, undone), held = train(stage, recipe, True, make)
     assert equal(found, wanted)
-    assert stood > 8
-    assert undone > 8
+    assert stood > 5
+    assert undone > 5
     assert held > plain
-    raced, _, _ = train(stage, recipe, True)
+    raced, _, _ = train(stage, recipe, True, make)
     assert equal(raced, wanted)
 
 
@@ -249,7 +259,8 @@ def check_again() -> None:
         assert bool(engine.speculation.stood) is speculative
         found.append(full_values(engine))
         engine.abort()
-        engine.speculation.close()
+        for _ in range(100):
+            time.sleep(0.05 if threads() else 0)
         assert threads() == 0
     assert equal(found[:1], found[1:])
 
@@ -342,7 +353,7 @@ def fit(stage: int, speculative: bool, folder: str, accumulate: int) -> tuple[An
                 "16-mixed",
                 steps=steps,
                 accumulate_grad_batches=accumulate,
-                gradient_clip_val=0.6,
+                gradient_clip_val=6.0,
             )
             trainer.fit(model, runs.loader(), ckpt_path=path)
         if path is None:
