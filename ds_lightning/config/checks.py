@@ -237,8 +237,11 @@ def _offload_stage(config: DeepSpeedConfig, stage: int) -> Problems:
     here = "zero_optimization.offload_optimizer"
     if optimizer.is_on and stage < 1:
         yield Problem(f"{here}.device", f"{optimizer.device} needs stage 1, 2 or 3: nothing is sharded at stage 0")
-    if optimizer.super_offload and stage < 3:
-        yield Problem(f"{here}.super_offload", f"needs stage 3, the stage is {stage}")
+    if optimizer.super_offload and (stage < 1 or optimizer.device != "cpu"):
+        yield Problem(
+            f"{here}.super_offload",
+            f"needs stage 1, 2 or 3 and {here}.device=cpu: the stage is {stage}, the device {optimizer.device}",
+        )
 
 
 def _accumulation_stage(config: DeepSpeedConfig, stage: int) -> Problems:

@@ -47,6 +47,9 @@ def inert_reason(path: str, config: DeepSpeedConfig, stage: int, autos: frozense
         return "inert with gradient_allreduce_op: sum"
     if path in ("amp.min_loss_scale", "amp.max_loss_scale") and config.amp.enabled and not is_dynamic(config.amp):
         return "inert without a dynamic loss scale"
+    early = config.zero_optimization.offload_optimizer.super_offload
+    if path == "zero_optimization.offload_optimizer.buffer_count" and early:
+        return None
     if path.rpartition(".")[0] in _ON_DISK and not _on_disk(path, config):
         return "inert without NVMe offload"
     for depth, name in enumerate(names):

@@ -34,7 +34,6 @@ _LOGGERS = "use Lightning's loggers"
 _SWITCH_OFF = "set it to false"
 
 PLANNED = (
-    Row("zero_optimization.offload_optimizer.super_offload", _true, _SWITCH_OFF),
     Row("aio.use_gds", _true, _SWITCH_OFF),
     Row("zero_optimization.zenflow", _not(None), "leave the block out"),
     Row("managed_gradient_accumulation", lambda value: value is False, "use manual optimization"),

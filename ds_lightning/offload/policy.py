@@ -48,6 +48,8 @@ class OffloadPolicy:
         buffer_count: staging buffers of a step, each for one state of `tile` elements.
         pipeline_read: read the next tile while one steps.
         pipeline_write: write the last tile while one steps.
+        speculative: begin steps in host memory while backward goes on, on `buffer_count` units.
+        cores: share of the threads for these.
         fast_init: at set-up go on to the next unit while the values of the last one are written.
         ratio: share of the units whose optimizer is offloaded, the last ones of the layout.
         param_buffer_count: staging buffers for parameters that are read ahead.
@@ -67,6 +69,8 @@ class OffloadPolicy:
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False
+    speculative: bool = False
+    cores: float = 0.8
     ratio: float = 1.0
     param_buffer_count: int = 5
     param_buffer_size: int = 100_000_000
@@ -90,6 +94,8 @@ class OffloadPolicy:
             pipeline_read=bool(optimizer.pipeline_read),
             pipeline_write=bool(optimizer.pipeline_write),
             fast_init=bool(optimizer.fast_init),
+            speculative=bool(optimizer.super_offload),
+            cores=float(optimizer.cpuadam_cores_perc),
             ratio=float(optimizer.ratio),
             param_buffer_count=int(param.buffer_count),
             param_buffer_size=int(param.buffer_size),

@@ -70,6 +70,7 @@ class ReducedGradients:
             flag = torch.zeros(1, device=device)
             factor = torch.full((1,), inverse_scale, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(members, flag, factor)
+            torch.autograd.graph.increment_version(members)  # this operation does not do so itself
             found |= bool(flag.item())
         for gradient, place in self.on_disk:
             found |= not bool(gradient.norm(place, 2.0).isfinite())

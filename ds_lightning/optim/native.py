@@ -143,6 +143,19 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._step_groups([self._slices(group, preparation) for group in self.param_groups], preparation)
         return loss
 
+    @torch.no_grad()
+    def step_aside(self, group: dict[str, Any], slices: Slices, grad_scale: float = 1.0) -> None:
+        """Step on tensors that are in no group, with states that are not in `state`. Any thread may call it.
+
+        Args:
+            group: hyper-parameters, with the keys of a group.
+            slices: what the step reads and writes; states that are missing are made.
+            grad_scale: multiplies gradients on the way.
+        """
+        self._refuse(group)
+        if slices.params:
+            self._step(group, slices, grad_scale)
+
     def _step_groups(self, slices: Sequence[Slices], preparation: Preparation) -> None:
         """Update the parameters of all groups."""
         for group, part in zip(self.param_groups, slices, strict=True):

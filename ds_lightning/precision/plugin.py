@@ -287,6 +287,8 @@ class ZeroPrecision(Precision):
         feedback = None if self._engine is None else self._engine.transport.feedback
         if feedback is not None and scale != self._scale_in_backward:
             feedback.rescale(scale / self._scale_in_backward)
+        if self._engine is not None:
+            self._engine.scaled(scale)
         self._unscaled.clear()
         self._scale_in_backward = scale
 
@@ -299,7 +301,9 @@ class ZeroPrecision(Precision):
             return False
         overflow, backwards = self._unscaled.get(sharded.first_group, (False, -1))
         if backwards != engine.passes.backwards:
-            overflow = clip.unscale(sharded.reduced_gradients(), 1.0 / self._scale_in_backward, engine.agreement)
+            inverse = 1.0 / self._scale_in_backward
+            with engine.unscaling(inverse):
+                overflow = clip.unscale(sharded.reduced_gradients(), inverse, engine.agreement)
             self._unscaled[sharded.first_group] = overflow, engine.passes.backwards
         return overflow
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from ds_lightning.optim.narrow import NarrowMasters, check_narrow
 from ds_lightning.optim.onebit import OneBitOptimizer
 from ds_lightning.optim.run_parts import PartsOfSteps
 from ds_lightning.optim.sharded import GROUPS, ShardedOptimizer, check_optimizers
+from ds_lightning.optim.speculation import Speculation, speculation
 from ds_lightning.topology import Topology, stay_at_exit
 from ds_lightning.zero.broadcast import BufferSync
 from ds_lightning.zero.buffers import ScratchPool, UnitBuffers
@@ -65,6 +67,7 @@ class ZeroEngine:
         norms: gradient norms.
         resting: frozen parameters in groups.
         steps: optimizer steps that were made, of all optimizers; skipped ones do not count.
+        speculation: begins steps on the host during backward; None where steps wait for it.
         companions: what has a value for each element and follows when units are laid out anew.
 
     Raises:
@@ -88,7 +91,8 @@ class ZeroEngine:
         self.dissolved = False
         self.steps = 0
         self._state_dicts_hooked = False
-        self._tell = tell
+        self._tell = self._notes = tell
+        self.speculation: Speculation | None = None
         self.companions: list[Companion] = []
         named = named_parameters(module)
         check_parameters(named)
@@ -156,6 +160,7 @@ class ZeroEngine:
         self.state_dicts = StateDicts(self.units, self.table, self.values, self.residency, self.agreement)
         specs = self._specs(named, self.resting.groups(self.optimizers))
         self._add_units(self._lay_out(specs), read or _value)
+        self._speculate()
         buffer_sync.run()
         self._hook_everything()
         self._take_stock()
@@ -297,6 +302,29 @@ class ZeroEngine:
                 if any(slot.group in groups for slot in gradients.unit.slots)
             )
 
+    def _speculate(self) -> None:
+        """Begin steps during backward from now on, if that is asked for and possible."""
+        policy = self.options.offload
+        if self.speculation is not None:
+            self.speculation.close()
+            self.speculation = None
+        if policy is None or self._apart is None:
+            return
+        narrow, timeout = self.options.dtypes.narrow_masters, self.topology.timeout.total_seconds()
+        units = self.reducer.units.values()
+        self.speculation = speculation(policy, self.optimizers, units, narrow, timeout, self._notes)
+        if self.speculation is not None:
+            self.reducer.on_landing, self._apart.take = self.speculation.landed, self.speculation.take
+
+    def scaled(self, scale: float) -> None:
+        """The gradients of the backward that comes are `scale` times too large."""
+        if self.speculation is not None:
+            self.speculation.factor = 1.0 / scale
+
+    def unscaling(self, factor: float) -> AbstractContextManager[None]:
+        """Around the multiplication of all gradients by `factor`."""
+        return nullcontext() if self.speculation is None else self.speculation.unscaling(factor)
+
     def rounded(self) -> set[str]:
         """Parameters that were given in fp32 and are frozen, so that only their 16-bit values are kept."""
         kept = (b.unit for b in self.units.values() if not b.unit.trainable)
@@ -368,6 +396,7 @@ class ZeroEngine:
         self.hooks.remove_optimizers()
         self.optimizers = new
         self._relayout(everything=True)
+        self._speculate()
         for sharded in self.optimizers:
             self._hook_optimizer(sharded)
 
@@ -440,6 +469,8 @@ class ZeroEngine:
             parameter.__class__ = nn.Parameter
         self.hooks.remove_gradients(index)
         self._parts.forget()
+        if self.speculation is not None:
+            self.speculation.remove(index)
         if index in self.reducer.units:
             for sharded in self.optimizers:
                 sharded.drop(self.reducer.units[index])
@@ -522,6 +553,8 @@ class ZeroEngine:
         if sharded.in_parts and not self._copied:
             copy_out(sharded.near)
         sharded.swap_out()
+        if self.speculation is not None:
+            self.speculation.drop()
         self.steps += 1
         if self.transport.feedback is not None:
             self.transport.feedback.stepped()
@@ -560,6 +593,8 @@ class ZeroEngine:
         return home is not None and home.steps_apart
 
     def _after_zero_grad(self, sharded: ShardedOptimizer) -> None:
+        if self.speculation is not None:
+            self.speculation.drop()
         self.reducer.zero(sharded.groups)
         self.residency.unwatch()
         self.residency.watch(self.reducer.hidden())
@@ -575,6 +610,7 @@ class ZeroEngine:
         return (
             sum(buffers.state_nbytes for buffers in self.units.values())
             + (self.homes.buffer_bytes if self.homes is not None else 0)
+            + (self.speculation.nbytes if self.speculation is not None else 0)
             + self.transport.state_nbytes
             + self.reducer.state_nbytes
             + sum(sharded.state_nbytes for sharded in self.optimizers)
@@ -593,6 +629,8 @@ class ZeroEngine:
     def abort(self) -> None:
         """A rank has failed: communicate no more."""
         stay_at_exit()
+        if self.speculation is not None:
+            self.speculation.close(wait=False)
         self.passes.abort()
         self.residency.abandon()
         self.reducer.abandon()
@@ -612,6 +650,8 @@ class ZeroEngine:
     def dissolve(self) -> None:
         """Turn the module into a plain one with full parameters, and forget it. Collective."""
         self.settle()
+        if self.speculation is not None:
+            self.speculation.close()
         self.dissolved = True
         self.values.hide()
         self.residency.release_all()

@@ -117,6 +117,7 @@ class GradientReducer:
         self.keeps_local: Callable[[], bool] = _never
         self.guided = False
         self.closings = Closings()
+        self.on_landing: Callable[[UnitGradients], None] = _nothing
         for buffers in units:
             self.add(buffers)
 
@@ -271,6 +272,8 @@ class GradientReducer:
         gradients.landed += 1
         for tensor in taken:
             self._pool.give(tensor)
+        if self.sync:
+            self.on_landing(gradients)
 
     def _drain(self) -> None:
         while self._in_flight:
@@ -463,3 +466,7 @@ class GradientReducer:
 
 def _never() -> bool:
     return False
+
+
+def _nothing(gradients: UnitGradients) -> None:
+    pass

@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("zero",),
     ("optim.sharded",),  # steps on the slices that zero owns
     ("optim.blockwise", "optim.clip", "optim.narrow", "optim.run_parts"),
-    ("optim.apart",),
+    ("optim.apart", "optim.speculation"),
     ("zero.passes",),
     ("zero.values",),
     ("zero.state_dicts", "zero.optimizer_states", "zero.resting"),

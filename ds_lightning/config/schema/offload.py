@@ -15,7 +15,7 @@ class OffloadParamConfig(Block):
 
     device: str = key("none", "Where the shards live.", choices=DEVICES)
     nvme_path: str | None = key(None, "Directory on a fast local disk.")
-    buffer_count: int = key(5, "Staging buffers for NVMe.", at_least=1)
+    buffer_count: int = key(5, "Staging buffers for NVMe; with super_offload units that step early.", at_least=1)
     buffer_size: int = key(100_000_000, "Elements per staging buffer.", at_least=1)
     max_in_cpu: int = key(1_000_000_000, "Elements kept in host memory instead of on disk.", at_least=0)
     pin_memory: bool = key(True, "Page-locked host memory, for overlapped copies.")
@@ -32,7 +32,7 @@ class OffloadOptimizerConfig(Block):
 
     device: str = key("none", "Where the states live.", choices=DEVICES)
     nvme_path: str | None = key(None, "Directory on a fast local disk.")
-    buffer_count: int = key(4, "Staging buffers for NVMe.", at_least=1)
+    buffer_count: int = key(4, "Staging buffers for NVMe; with super_offload units that step early.", at_least=1)
     pin_memory: bool = key(True, "Page-locked host memory, for overlapped copies.")
     pipeline_read: bool = key(False, "Read the next tile while the current one steps.")
     pipeline_write: bool = key(False, "Write the previous tile while the current one steps.")

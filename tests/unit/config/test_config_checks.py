@@ -34,7 +34,11 @@ def stage(number, **rest):
         (stage(3, offload_optimizer={"device": "nvme"}), "offload_optimizer.nvme_path"),
         (stage(0, offload_optimizer={"device": "cpu"}), "cpu needs stage 1, 2 or 3"),
         (stage(0, offload_optimizer={"device": "nvme", "nvme_path": "/x"}), "nvme needs stage 1, 2 or 3"),
-        (stage(2, offload_optimizer={"super_offload": True}), "super_offload: needs stage 3"),
+        (stage(0, offload_optimizer={"super_offload": True}), "super_offload: needs stage 1, 2 or 3"),
+        (
+            stage(3, offload_optimizer={"device": "nvme", "nvme_path": "/x", "super_offload": True}),
+            "offload_optimizer.device=cpu: the stage is 3, the device nvme",
+        ),
         (stage(2, legacy_stage1=True), "legacy_stage1"),
         (stage(3, zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter=true"),
         (stage(3, zeropp_loco_param={}), "needs zero_optimization.zero_quantized_gradients=true"),
@@ -197,7 +201,6 @@ def test_stage_checks_wait_for_the_stage():
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        (stage(3, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_offload"),
         (stage(2, zenflow={}), "zero_optimization.zenflow"),
         ({"sparse_attention": {}}, "sparse_attention"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
