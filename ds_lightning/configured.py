@@ -107,7 +107,13 @@ def _parameters(module: pl.LightningModule, blocks: list[dict[str, Any]]) -> tup
         return by_module, f"{type(module).__name__}.{HOOK}()"
     if blocks:
         return param_groups(module, blocks, "optimizer.param_groups"), "optimizer.param_groups"
-    return [parameter for parameter in module.parameters() if parameter.requires_grad], ""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError(
+            f"No parameter of {type(module).__name__} requires a gradient, so the optimizer of the configuration has "
+            "nothing to train. Unfreeze some (requires_grad_(True)), or call trainer.validate instead of fit."
+        )
+    return trained, ""
 
 
 def _of_module(module: pl.LightningModule) -> Made:
@@ -123,18 +129,18 @@ def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
     return type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
 
 
-def add_callbacks(trainer: pl.Trainer, config: ResolvedConfig) -> None:
+def add_callbacks(trainer: pl.Trainer, module: pl.LightningModule, config: ResolvedConfig) -> None:
     """Give a Trainer the callbacks that a configuration asks for, once."""
     block = config.flops_profiler
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if block.enabled and not any(isinstance(callback, FlopsProfile) for callback in callbacks):
-        callbacks.append(
-            FlopsProfile(
-                profile_step=block.profile_step,
-                module_depth=block.module_depth,
-                top_modules=block.top_modules,
-                detailed=block.detailed,
-                output_file=block.output_file,
-                recompute_fwd_factor=block.recompute_fwd_factor,
-            )
+        profile = FlopsProfile(
+            profile_step=block.profile_step,
+            module_depth=block.module_depth,
+            top_modules=block.top_modules,
+            detailed=block.detailed,
+            output_file=block.output_file,
+            recompute_fwd_factor=block.recompute_fwd_factor,
         )
+        profile.setup(trainer, module, "fit")  # Lightning has done so with the others
+        callbacks.append(profile)

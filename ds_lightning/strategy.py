@@ -275,7 +275,7 @@ class ZeroStrategy(Checkpointing):
         self._build(module, fitting)
         if fitting:
             self._checkpoint_activations()
-            add_callbacks(trainer, self.config)
+            add_callbacks(trainer, module, self.config)
         if isinstance(self.precision_plugin, ZeroPrecision):
             self.precision_plugin.attach(self._engine)
         self.setup_precision_plugin()

@@ -11,12 +11,16 @@ from pydoc_data import topics
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 
 import ds_lightning as dsl
 from ds_lightning.demo import ByteGPT, StdlibText
 from ds_lightning.demo.windows import Windows
+
+try:
+    from peft import LoraConfig, get_peft_model
+except ImportError:
+    raise SystemExit("This example needs peft: pip install peft") from None
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--base", default="base.ckpt", help="a checkpoint of the demo's model")

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
+from ds_lightning.errors import ConfigError
 from ds_lightning.profile.profiler import FlopsProfiler
 from ds_lightning.profile.units import flops_text, number_text, percent_text, rate_text, seconds_text
 
@@ -64,6 +65,22 @@ class FlopsProfile(Callback):
         self._handles: list[RemovableHandle] = []  # on optimizers, in a step under way
         self._began = self._step_began = 0.0
         self._forward = self._backward = self._step = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the folder of `output_file`, before anything is trained.
+
+        Raises:
+            ConfigError: when that cannot be.
+        """
+        if stage != "fit" or self.output_file is None or not trainer.is_global_zero:
+            return
+        try:
+            Path(self.output_file).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"flops_profiler.output_file={str(self.output_file)!r}: its folder cannot be made ({error.strerror}). "
+                "Name a file in a folder that this process may write to."
+            ) from error
 
     # The step ---------------------------------------------------------------------------------------------------------
 

@@ -74,3 +74,28 @@ def test_a_configuration_of_users_trains_the_demo_model(name):
     for seen in losses:
         assert len(seen) == STEPS
         assert sum(seen[-5:]) < 0.95 * sum(seen[:5]), seen
+
+
+class Frozen(pl.LightningModule):
+    """Nothing of it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self) -> None:
+        """Left to the configuration."""
+
+
+def nothing_to_train() -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    trainer = common.make_trainer(dsl.ZeroStrategy(stage=2, config=config), max_steps=1)
+    with pytest.raises(dsl.errors.ConfigError, match="requires a gradient"):
+        trainer.fit(Frozen(), DataLoader(TensorDataset(torch.ones(4, 2)), 2))
+
+
+def test_a_configured_optimizer_without_anything_to_train_is_an_error_in_words() -> None:
+    run_ranks(nothing_to_train, 1)

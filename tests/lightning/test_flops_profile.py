@@ -106,3 +106,14 @@ def fails():
 
 def test_a_failing_step_leaves_no_hook_behind():
     run_ranks(fails, 1)
+
+
+def unwritable(where):
+    config = {"flops_profiler": {"enabled": True, "output_file": where}}
+    with pytest.raises(dsl.errors.ConfigError, match=r"flops_profiler\.output_file"):
+        trainer(zero(2, config), steps=2).fit(Model(), loader())
+
+
+def test_a_report_that_cannot_be_written_is_told_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    run_ranks(unwritable, 1, str(tmp_path / "file" / "made" / "profile.json"))
