@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_lightning.comm.exchange import exchange
-from ds_lightning.comm.ledger import Ledger
+from ds_lightning.comm.collectives import Collectives
 from ds_lightning.optim.parts import Whole, Work, balanced
-from ds_lightning.topology import Topology
 
 ROUND_NUMEL = 1 << 26
 """Elements that a rank works on between two exchanges, on average: so much is in buffers at once."""
@@ -94,8 +92,7 @@ class Routes:
         chosen: numbers of those that are worked on; the same on all ranks.
         costs: of each of them.
         replicated: every rank holds everything.
-        topology: ranks and groups.
-        ledger: counts the bytes.
+        collectives: over all ranks.
     """
 
     def __init__(
@@ -104,13 +101,12 @@ class Routes:
         chosen: Sequence[int],
         costs: Sequence[float],
         replicated: bool,
-        topology: Topology,
-        ledger: Ledger,
+        collectives: Collectives,
     ) -> None:
         self._shares = shares
         self._replicated = replicated
-        self._topology = topology
-        self._ledger = ledger
+        self._collectives = collectives
+        self._topology = collectives.topology
         self._rounds = [self._round(*each) for each in self._assign(chosen, costs)]
 
     def run(self, values: Mapping[Tensor, Tensor], dtype: torch.dtype, work: Work) -> None:
@@ -186,7 +182,7 @@ class Routes:
         return list(flat.split(list(sizes)))
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], way: int) -> None:
-        exchange(outgoing, incoming, self._topology, self._ledger, "whole parameters", _TAG + way).wait()
+        self._collectives.exchange(outgoing, incoming, "whole parameters", _TAG + way).wait()
 
     def _pack(self, each: _Round, values: Mapping[Tensor, Tensor], held: Sequence[Tensor]) -> None:
         _copy(_split(each, held), [view.of(values) for views in each.views for view in views])

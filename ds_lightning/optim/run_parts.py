@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ds_lightning.comm.agreement import Agreement
-from ds_lightning.comm.ledger import Ledger
+from ds_lightning.comm.collectives import Collectives
 from ds_lightning.optim.parts import Parts, Segment, Whole, Work
 from ds_lightning.optim.routes import Routes, Shares, View
 from ds_lightning.optim.sharded import Run, ShardedOptimizer
-from ds_lightning.topology import Topology
 
 
 class RunParts(Parts):
@@ -20,16 +19,14 @@ class RunParts(Parts):
 
     Args:
         sharded: the optimizer, in a step.
-        topology: ranks and groups.
+        collectives: over all ranks, to bring parts together.
         agreement: to sum over ranks.
-        ledger: counts the bytes.
     """
 
-    def __init__(self, sharded: ShardedOptimizer, topology: Topology, agreement: Agreement, ledger: Ledger) -> None:
-        self.device = topology.device
-        self._topology = topology
+    def __init__(self, sharded: ShardedOptimizer, collectives: Collectives, agreement: Agreement) -> None:
+        self.device = collectives.topology.device
+        self._collectives = collectives
         self._agreement = agreement
-        self._ledger = ledger
         self._key = _key(sharded)
         self._replicated = any(gradients.whole for gradients in sharded.units)
         self._shares: list[Shares] = []
@@ -104,7 +101,7 @@ class RunParts(Parts):
         """See `Parts`."""
         key = tuple(chosen)
         if key not in self._routes:
-            self._routes[key] = Routes(self._shares, chosen, costs, self._replicated, self._topology, self._ledger)
+            self._routes[key] = Routes(self._shares, chosen, costs, self._replicated, self._collectives)
         self._routes[key].run(values, dtype, work)
 
 
@@ -112,15 +109,13 @@ class PartsOfSteps:
     """Owns the parts of each optimizer's last step: the next one mostly has the same.
 
     Args:
-        topology: ranks and groups.
+        collectives: over all ranks, to bring parts together.
         agreement: to sum over ranks.
-        ledger: counts the bytes.
     """
 
-    def __init__(self, topology: Topology, agreement: Agreement, ledger: Ledger) -> None:
-        self._topology = topology
+    def __init__(self, collectives: Collectives, agreement: Agreement) -> None:
+        self._collectives = collectives
         self._agreement = agreement
-        self._ledger = ledger
         self._known: dict[int, RunParts] = {}  # by optimizer
 
     def of(self, sharded: ShardedOptimizer) -> RunParts | None:
@@ -129,7 +124,7 @@ class PartsOfSteps:
             return None
         known = self._known.get(sharded.first_group)
         if known is None or not known.fit(sharded):
-            known = RunParts(sharded, self._topology, self._agreement, self._ledger)
+            known = RunParts(sharded, self._collectives, self._agreement)
             self._known[sharded.first_group] = known
         return known
 

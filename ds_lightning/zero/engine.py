@@ -135,7 +135,7 @@ class ZeroEngine:
         self._publishing: list[Pending] = []
         self._copied = False  # whether the step under way puts new values where parameters are
         self._steps_within = 0
-        self._parts = PartsOfSteps(topology, self.agreement, self.ledger)
+        self._parts = PartsOfSteps(self.collectives, self.agreement)
         buffer_sync = BufferSync(module, self.collectives)
         self.passes = Passes(
             self.units,
