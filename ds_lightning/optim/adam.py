@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,25 @@ from ds_lightning.ops import optim as ops
 from ds_lightning.optim.native import NativeOptimizer, Slices, check_positive, moment_dtype_name
 
 
-class Adam(NativeOptimizer):
+class AdamSteps(NativeOptimizer):
+    """Steps of Adam on moments "exp_avg" and "exp_avg_sq"; the base of those that make such steps."""
+
+    def _step_adam(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
+        """A group that does not say otherwise corrects its moments and decouples its weight decay."""
+        for count, part in self._counts(slices).items():
+            ops.adam(
+                part.params,
+                part.grads,
+                self._moments(group, part, "exp_avg"),
+                self._moments(group, part, "exp_avg_sq"),
+                part.copies,
+                **numbers_of_step(group, count),
+                grad_scale=grad_scale,
+                seed=int(count),
+            )
+
+
+class Adam(AdamSteps):
     """Adam (arXiv:1412.6980); with decoupled weight decay (AdamW, arXiv:1711.05101) unless told otherwise.
 
     The formula is that of `ds_lightning.ops.optim.adam`. States are "step", "exp_avg" and "exp_avg_sq".
@@ -70,29 +88,11 @@ class Adam(NativeOptimizer):
         super().__init__(params, defaults, torch_only)
 
     def _step(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
-        beta1, beta2 = map(float, group["betas"])
-        for count, part in self._counts(slices).items():
-            ops.adam(
-                part.params,
-                part.grads,
-                self._moments(group, part, "exp_avg"),
-                self._moments(group, part, "exp_avg_sq"),
-                part.copies,
-                lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                decoupled=group["decoupled_weight_decay"],
-                bias_correction1=1 - beta1**count if group["bias_correction"] else 1.0,
-                bias_correction2=1 - beta2**count if group["bias_correction"] else 1.0,
-                grad_scale=grad_scale,
-                seed=int(count),
-            )
+        self._step_adam(group, slices, grad_scale)
 
 
-class AdamW(Adam):
-    """`Adam` with decoupled weight decay, whatever else is asked for; its default decay is that of torch, 0.01."""
+class Decoupled(NativeOptimizer):
+    """Mixed into a kind of Adam it makes AdamW of it, with torch's arguments and default decay."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class AdamW(Adam):
         bias_correction: bool = True,
         **rest: Any,
     ) -> None:
-        super().__init__(params, lr, bias_correction, betas, eps, True, weight_decay, **rest)
+        super().__init__(params, lr, bias_correction, betas, eps, True, weight_decay, **rest)  # type: ignore[call-arg, arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -119,6 +119,26 @@ class FusedAdam(Adam):
 
 class CPUAdam(Adam):
     """`Adam` under DeepSpeed's name for the one on CPUs; it is the same class here."""
+
+
+class AdamW(Decoupled, Adam):
+    """`Adam` with decoupled weight decay, whatever else is asked for; its default decay is that of torch, 0.01."""
+
+
+def numbers_of_step(group: Mapping[str, Any], count: float) -> dict[str, Any]:
+    """The numbers of step `count`, counted from 1, as `ops.optim.adam` takes them."""
+    beta1, beta2 = map(float, group["betas"])
+    corrects = group.get("bias_correction", True)
+    return {
+        "lr": float(group["lr"]),
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "decoupled": group.get("decoupled_weight_decay", True),
+        "bias_correction1": 1 - beta1**count if corrects else 1.0,
+        "bias_correction2": 1 - beta2**count if corrects else 1.0,
+    }
 
 
 def checked_betas(betas: Sequence[float]) -> tuple[float, float]:

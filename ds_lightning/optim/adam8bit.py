@@ -13,7 +13,7 @@ from ds_lightning.errors import ConfigError
 from ds_lightning.offload.stored import Stored, Values, present
 from ds_lightning.ops.adam8bit import LARGEST_BLOCK, adam8bit
 from ds_lightning.ops.blocks import Blocks, dequantize_blocks, quantize_blocks
-from ds_lightning.optim.adam import checked_betas
+from ds_lightning.optim.adam import Decoupled, checked_betas, numbers_of_step
 from ds_lightning.optim.native import NativeOptimizer, Preparation, Slices, check_positive
 
 BLOCK_SIZE = 256
@@ -126,7 +126,6 @@ class Adam8bit(NativeOptimizer):
         super().add_param_group(param_group)
 
     def _step(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
-        beta1, beta2 = map(float, group["betas"])
         for count, counted in self._counts(slices).items():
             for part in self._by_size(group, counted):
                 states = part.states
@@ -139,14 +138,7 @@ class Adam8bit(NativeOptimizer):
                     [state["exp_avg_sq_scale"] for state in states],
                     [state["blocks"] for state in states],
                     part.copies,
-                    lr=float(group["lr"]),
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    decoupled=group["decoupled_weight_decay"],
-                    bias_correction1=1 - beta1**count if group["bias_correction"] else 1.0,
-                    bias_correction2=1 - beta2**count if group["bias_correction"] else 1.0,
+                    **numbers_of_step(group, count),
                     grad_scale=grad_scale,
                 )
 
@@ -187,26 +179,8 @@ class Adam8bit(NativeOptimizer):
                     self.state[param] = self.codec.encoded(state, blocks)
 
 
-class AdamW8bit(Adam8bit):
+class AdamW8bit(Decoupled, Adam8bit):
     """`Adam8bit` with decoupled weight decay, whatever else is asked for; its default decay is that of torch, 0.01."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | torch.Tensor = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        bias_correction: bool = True,
-        **rest: Any,
-    ) -> None:
-        super().__init__(params, lr, bias_correction, betas, eps, True, weight_decay, **rest)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # a state of Adam may say otherwise
-            group["decoupled_weight_decay"] = True
 
 
 def _read(codes: Tensor, scales: Tensor, blocks: Blocks, start: int, stop: int) -> Tensor:

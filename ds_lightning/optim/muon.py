@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ds_lightning.errors import ConfigError
-from ds_lightning.ops import optim as ops
-from ds_lightning.optim.adam import checked_betas
+from ds_lightning.optim.adam import AdamSteps, checked_betas
 from ds_lightning.optim.muon_params import ADAM, MUON, split_groups
-from ds_lightning.optim.native import NativeOptimizer, Preparation, Slices, check_positive, moment_dtype_name
+from ds_lightning.optim.native import Preparation, Slices, check_positive, moment_dtype_name
 from ds_lightning.optim.newton_schulz import EPS, check_method, compute_dtype, cost, orthogonalize
 from ds_lightning.optim.parts import Parts, Whole, WholeTensors
 
@@ -21,7 +20,7 @@ _OF_ADAM = ("betas", "eps")
 _NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Muon(NativeOptimizer):
+class Muon(AdamSteps):
     """Muon (K. Jordan et al., 2024; arXiv:2502.16982 for sharded matrices) with an auxiliary AdamW.
 
         M = lerp(M, g, 1 - momentum)
@@ -146,7 +145,7 @@ class Muon(NativeOptimizer):
                 _apply(group, each, directions, parts)
         for group, each in zip(self.param_groups, slices, strict=True):
             if each.params and not group["use_muon"]:
-                self._adam(group, each, preparation.grad_scale)
+                self._step_adam(group, each, preparation.grad_scale)
 
     # Muon -------------------------------------------------------------------------------------------------------------
 
@@ -198,29 +197,6 @@ class Muon(NativeOptimizer):
         group = self.param_groups[whole.group]
         wanted = group["ns_dtype"]
         return compute_dtype(group["ns_method"], device, whole.dtype) if wanted == "auto" else _NS_DTYPES[wanted]
-
-    # Adam -------------------------------------------------------------------------------------------------------------
-
-    def _adam(self, group: dict[str, Any], slices: Slices, grad_scale: float) -> None:
-        beta1, beta2 = map(float, group["betas"])
-        for count, part in self._counts(slices).items():
-            ops.adam(
-                part.params,
-                part.grads,
-                self._moments(group, part, "exp_avg"),
-                self._moments(group, part, "exp_avg_sq"),
-                part.copies,
-                lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                decoupled=True,
-                bias_correction1=1 - beta1**count,
-                bias_correction2=1 - beta2**count,
-                grad_scale=grad_scale,
-                seed=int(count),
-            )
 
 
 def _keep_own(group: dict[str, Any]) -> None:

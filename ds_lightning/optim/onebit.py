@@ -273,3 +273,31 @@ class OneBitOptimizer(torch.optim.Optimizer):
             if mask is not None:
                 mean[start:stop].mul_(mask.reshape(-1).to(device=mean.device, dtype=mean.dtype))
         return mean
+
+
+class FreezingOptimizer(OneBitOptimizer):
+    """Base of those that freeze the variance after `freeze_step` steps, and send one bit per element from then on.
+
+    Args:
+        params: parameters or groups of them.
+        defaults: values of the groups' keys.
+        freeze_step: number of warm-up steps, at least 1.
+        common: of `OneBitOptimizer`.
+
+    Raises:
+        ValueError: for no warm-up at all.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, freeze_step: int, **common: Any) -> None:
+        if freeze_step < 1:
+            raise ValueError(f"freeze_step={freeze_step} leaves no step to learn the variance from; it is at least 1.")
+        self.freeze_step = int(freeze_step)
+        super().__init__(params, defaults, **common)
+
+    @property
+    def local_gradients(self) -> bool:
+        """True once the variance is frozen."""
+        return self._is_frozen(self.steps + 1)
+
+    def _is_frozen(self, count: int) -> bool:
+        return count > self.freeze_step

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torch
 
 from ds_lightning.ops import optim as ops
+from ds_lightning.optim.adam import numbers_of_step
 from ds_lightning.optim.blocks import Block, Extent, Work
-from ds_lightning.optim.onebit import OneBitOptimizer
+from ds_lightning.optim.onebit import FreezingOptimizer
 
 
-class OneBitAdam(OneBitOptimizer):
+class OneBitAdam(FreezingOptimizer):
     """1-bit Adam (arXiv:2102.02888): Adam for `freeze_step` steps, then one bit per element of its momentum.
 
     In the warm-up gradients are averaged as ever. From step `freeze_step + 1` on the variance stays what it is, every
@@ -70,12 +71,10 @@ class OneBitAdam(OneBitOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError(f"freeze_step={freeze_step} leaves no step to learn the variance from; it is at least 1.")
-        self.freeze_step = int(freeze_step)
         super().__init__(
             params,
             {},
+            freeze_step=freeze_step,
             lr=lr,
             betas=betas,
             eps=eps,
@@ -86,14 +85,6 @@ class OneBitAdam(OneBitOptimizer):
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
-
-    @property
-    def local_gradients(self) -> bool:
-        """True once the variance is frozen."""
-        return self._is_frozen(self.steps + 1)
-
-    def _is_frozen(self, count: int) -> bool:
-        return count > self.freeze_step
 
     def _update(self, work: Work, count: int) -> None:
         if not self._is_frozen(count):
@@ -122,19 +113,11 @@ class OneBitAdam(OneBitOptimizer):
                 self._vary(block, span, gradient)
                 self._descend(block, span, block.part("exp_avg", span) / self._denominator(block, span, count), count)
                 continue
-            beta1, beta2 = group["betas"]
             ops.adam(
                 [master],
                 [gradient],
                 [block.part("exp_avg", span)],
                 [block.part("exp_avg_sq", span)],
                 [],
-                lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                decoupled=True,
-                bias_correction1=1 - beta1**count if group["bias_correction"] else 1.0,
-                bias_correction2=1 - beta2**count if group["bias_correction"] else 1.0,
+                **numbers_of_step(group, count),
             )

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from ds_lightning.optim.blocks import Block, Extent, Span, Work
-from ds_lightning.optim.onebit import OneBitOptimizer
+from ds_lightning.optim.onebit import FreezingOptimizer
 
 
-class OneBitLamb(OneBitOptimizer):
+class OneBitLamb(FreezingOptimizer):
     """1-bit LAMB (arXiv:2104.06069): LAMB for `freeze_step` steps, then one bit per element of its momentum.
 
     The warm-up is LAMB (arXiv:1904.00962): `p -= lr * c * u` with `u = m / (sqrt(v) + eps) + weight_decay * p` and, for
@@ -85,14 +85,11 @@ class OneBitLamb(OneBitOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        if freeze_step < 1:
-            raise ValueError(f"freeze_step={freeze_step} leaves no step to learn the variance from; it is at least 1.")
         for low, high in ((min_coeff, max_coeff), (factor_min, factor_max)):
             if not 0 <= low <= high:
                 raise ValueError(f"Bounds of {low} and {high} are no range of numbers of at least 0.")
         if not (0 <= coeff_beta < 1 and factor_threshold >= 0):
             raise ValueError(f"coeff_beta={coeff_beta} is in [0, 1), factor_threshold={factor_threshold} at least 0.")
-        self.freeze_step = int(freeze_step)
         self._coefficients: list[tuple[Block, list[int], torch.Tensor]] = []
         own = {
             "max_coeff": max_coeff,
@@ -105,6 +102,7 @@ class OneBitLamb(OneBitOptimizer):
         super().__init__(
             params,
             own,
+            freeze_step=freeze_step,
             lr=lr,
             betas=betas,
             eps=eps,
@@ -115,14 +113,6 @@ class OneBitLamb(OneBitOptimizer):
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
-
-    @property
-    def local_gradients(self) -> bool:
-        """True once the variance is frozen."""
-        return self._is_frozen(self.steps + 1)
-
-    def _is_frozen(self, count: int) -> bool:
-        return count > self.freeze_step
 
     def get_lamb_coeffs(self) -> list[float]:
         """The coefficients of the last step, in the order of the parameters that took part; a list of its own."""
