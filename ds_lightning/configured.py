@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from ds_lightning.callbacks.flops import FlopsProfile
 from ds_lightning.config import Facts, ResolvedConfig, resolve
 from ds_lightning.config.deepspeed import ParsedConfig
 from ds_lightning.errors import ConfigError
@@ -132,8 +131,12 @@ def _overrides_configure_optimizers(module: pl.LightningModule) -> bool:
 def add_callbacks(trainer: pl.Trainer, module: pl.LightningModule, config: ResolvedConfig) -> None:
     """Give a Trainer the callbacks that a configuration asks for, once."""
     block = config.flops_profiler
+    if not block.enabled:
+        return
+    from ds_lightning.callbacks.flops import FlopsProfile
+
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if block.enabled and not any(isinstance(callback, FlopsProfile) for callback in callbacks):
+    if not any(isinstance(callback, FlopsProfile) for callback in callbacks):
         profile = FlopsProfile(
             profile_step=block.profile_step,
             module_depth=block.module_depth,

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_lightning.errors import ConfigError
 from ds_lightning.profile.profiler import FlopsProfiler
 from ds_lightning.profile.units import flops_text, number_text, percent_text, rate_text, seconds_text
+from ds_lightning.zero.hooks import tensors_in
 
 
 class FlopsProfile(Callback):
@@ -227,7 +228,5 @@ def _now(module: LightningModule) -> float:
 
 def _rows(batch: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((rows for value in values if (rows := _rows(value))), 0)
+    first = next(iter(tensors_in(batch)), None)
+    return 0 if first is None else first.shape[0] if first.ndim else 1

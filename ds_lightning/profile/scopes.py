@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_lightning.profile.operations import gates
 from ds_lightning.profile.tree import ModuleProfile
+from ds_lightning.zero.hooks import tensors_in
 
 
 class Phase(Enum):
@@ -108,7 +109,7 @@ class ModuleScopes:
             self._end_backward()
         self._calls.append((module, self._now()))
         if not backward and torch.is_grad_enabled():
-            inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             if inputs:
                 node = self._nodes[module]
                 self._tensors.append(register_multi_grad_hook(inputs, lambda _: self._leave_backward(node)))
@@ -125,7 +126,7 @@ class ModuleScopes:
         own.forward_flops += extra
         own.calls += 1
         own.forward_seconds += self._now() - start
-        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if outputs and torch.is_grad_enabled():
             node = self._nodes[module]
             self._tensors.append(register_multi_grad_hook(outputs, lambda _: self._enter_backward(node), mode="any"))
@@ -171,16 +172,3 @@ def _in_backward() -> bool:
 
 def _within(node: ModuleProfile, outer: ModuleProfile) -> bool:
     return not outer.name or node.name == outer.name or node.name.startswith(outer.name + ".")
-
-
-def _tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
-    """Tensors in a value, also in containers."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if depth > 4:
-        return []
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for item in value for tensor in _tensors(item, depth + 1)]
