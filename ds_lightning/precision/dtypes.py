@@ -43,15 +43,14 @@ class DtypePolicy:
     frozen_masters: bool = False
     narrow_masters: bool = False
     narrow_states: bool = False
+    low: torch.dtype | None = None
+    safe: tuple[type[nn.Module], ...] = ()
 
     def with_masters_of(self, config: DeepSpeedConfig) -> DtypePolicy:
         """The policy with what `*_master_weights_and_grads` and `bf16_optimizer_states` of a configuration say."""
         fp16 = self.compute is torch.float16 and config.fp16.fp16_master_weights_and_grads
         bf16 = self.compute is torch.bfloat16 and config.bf16.bf16_master_weights_and_grads
         return replace(self, narrow_masters=fp16 or bf16, narrow_states=bf16 and config.bf16.bf16_optimizer_states)
-
-    low: torch.dtype | None = None
-    safe: tuple[type[nn.Module], ...] = ()
 
     def of(
         self, owner: nn.Module, given: torch.dtype, ndim: int, frozen: bool = False

@@ -91,7 +91,8 @@ class ZeroEngine:
         self.dissolved = False
         self.steps = 0
         self._state_dicts_hooked = False
-        self._tell = self._notes = tell
+        self._tell = tell
+        self._told_of_rounding = False
         self.speculation: Speculation | None = None
         self.companions: list[Companion] = []
         named = named_parameters(module)
@@ -312,7 +313,7 @@ class ZeroEngine:
             return
         narrow, timeout = self.options.dtypes.narrow_masters, self.topology.timeout.total_seconds()
         units = self.reducer.units.values()
-        self.speculation = speculation(policy, self.optimizers, units, narrow, timeout, self._notes)
+        self.speculation = speculation(policy, self.optimizers, units, narrow, timeout, self._tell)
         if self.speculation is not None:
             self.reducer.on_landing, self._apart.take = self.speculation.landed, self.speculation.take
 
@@ -334,8 +335,9 @@ class ZeroEngine:
     def _tell_of_rounding(self, layout: Layout) -> None:
         """Once: what was given in fp32 is kept in 16 bit."""
         narrow = [unit for unit in layout.units if unit.saved_dtype != unit.master_dtype and not unit.trainable]
-        if self._tell is None or not narrow:
+        if self._tell is None or self._told_of_rounding or not narrow:
             return
+        self._told_of_rounding = True
         slots = [slot for unit in narrow for slot in unit.slots]
         dtype = str(narrow[0].dtype).removeprefix("torch.")
         self._tell(
@@ -343,7 +345,6 @@ class ZeroEngine:
             f"kept in {dtype} alone, in which they compute: their fp32 values are rounded, also in checkpoints. "
             "ZeroStrategy(frozen_masters=True) keeps these."
         )
-        self._tell = None
 
     def _hook_everything(self) -> None:
         self.hooks.moves(self.module, self)

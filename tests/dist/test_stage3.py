@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import time
 import tracemalloc
 
 import pytest
@@ -422,21 +423,26 @@ def test_only_a_few_blocks_are_whole_at_a_time():
     run_ranks(check_peak, 2)
 
 
+def tensors_alive():
+    """Gloo's thread may hold what it has just sent for a moment longer."""
+    time.sleep(0.01)
+    gc.collect()
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
 def check_flat(stage, name):
     module, _, engine = made(stage, getattr(models, name))
     counts, sizes = [], []
     for number in range(8):
         step(engine, number % 4)
-        gc.collect()
-        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        counts.append(min(tensors_alive() for _ in range(3)))
         sizes.append(engine.model_state_bytes() + engine.pool.nbytes)
         if number == 3:
             tracemalloc.start()
             first = tracemalloc.get_traced_memory()[0]
     grown = tracemalloc.get_traced_memory()[0] - first
     tracemalloc.stop()
-    # Gloo's thread may hold what it has just sent for a moment longer; what is kept is there in every later step.
-    assert min(counts[4:]) <= max(counts[:4]), counts
+    assert max(counts[4:]) <= max(counts[:4]), counts
     assert max(sizes[4:]) <= max(sizes[:4]), sizes
     assert grown < 100_000, f"{grown} bytes of Python objects in four steps"
     with torch._C.DisableTorchFunctionSubclass():  # users are told that `p.grad` is not the gradient
