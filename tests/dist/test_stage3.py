@@ -30,6 +30,7 @@ from tests.dist.harness import (
     train,
 )
 from tests.pool import run_ranks
+from tests.resources import tensors_alive
 
 ADAMW = Recipe(optimizer="adamw")
 
@@ -423,11 +424,10 @@ def test_only_a_few_blocks_are_whole_at_a_time():
     run_ranks(check_peak, 2)
 
 
-def tensors_alive():
-    """Gloo's thread may hold what it has just sent for a moment longer."""
+def settled():
+    """Tensors alive. Gloo's thread may hold what it has just sent for a moment longer."""
     time.sleep(0.01)
-    gc.collect()
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    return tensors_alive()[0]
 
 
 def check_flat(stage, name):
@@ -435,7 +435,7 @@ def check_flat(stage, name):
     counts, sizes = [], []
     for number in range(8):
         step(engine, number % 4)
-        counts.append(min(tensors_alive() for _ in range(3)))
+        counts.append(min(settled() for _ in range(3)))
         sizes.append(engine.model_state_bytes() + engine.pool.nbytes)
         if number == 3:
             tracemalloc.start()

@@ -17,6 +17,7 @@ from ds_lightning.errors import CheckpointError, ConfigError
 from ds_lightning.zero.access import engine_of
 from tests.lightning.runs import Model, close, full_weights, loader, same, trainer, zero
 from tests.pool import run_ranks
+from tests.resources import tensors_alive
 
 # One module, many runs ----------------------------------------------------------------------------------------------
 
@@ -186,13 +187,6 @@ def forget_the_trainer():
 
 def test_the_engine_of_a_former_trainer_is_forgotten():
     run_ranks(forget_the_trainer, 2)
-
-
-def tensors_alive():
-    gc.collect()
-    with torch._C.DisableTorchFunctionSubclass():
-        sizes = [t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor)]
-    return len(sizes), sum(sizes)
 
 
 def five_fits(stage, precision):

@@ -23,9 +23,9 @@ from ds_lightning.errors import ConfigError
 from ds_lightning.offload.policy import OffloadPolicy
 from tests.lightning.runs import SHARD_EVERYTHING, AtTrainStart, Model, full_weights, loader, same, trainer
 from tests.lightning.test_checkpoints import compare
-from tests.lightning.test_lifecycle import tensors_alive
 from tests.lightning.test_sharded import read
 from tests.pool import run_ranks
+from tests.resources import held, tensors_alive
 from tests.warm import ROOT, run_python
 
 # Stage, optimizer, parameters.
@@ -328,7 +328,7 @@ def count_descriptors(folder):
 
     class Count(AtTrainStart):
         def on_train_batch_end(self, *_: Any) -> None:
-            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            counts.append(held())
 
     run = trainer(3, steps=30, zero=offload(folder, "nvme", "nvme"), callbacks=[Count(lambda *_: None)])
     with everything_swaps():
@@ -385,7 +385,7 @@ def live_and_die(folder, optimizer, param):
             del model, run, engine
             gc.collect()
             assert [reference() for reference in watched] == [None] * len(watched)
-            after_fits.append((*tensors_alive(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            after_fits.append((*tensors_alive(), *held()))
     assert all(last <= second for last, second in zip(after_fits[-1], after_fits[1], strict=True)), after_fits
 
 
