@@ -94,11 +94,9 @@ def rows_of(gradient: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     if gradient.layout is torch.strided:
         rows = gradient.ne(0).any(1).nonzero().flatten()
         return rows, gradient[rows].to(dtype)
-    if not gradient.is_coalesced():
-        values = gradient._values().to(dtype)
-        gradient = torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
-        gradient = gradient.coalesce()
-    return gradient.indices()[0], gradient.values().to(dtype)
+    rows, values = gradient._indices()[0], gradient._values().to(dtype)
+    # `coalesce` would add repeated rows in any order, a dense gradient has them in that of the batch.
+    return (rows, values) if gradient.is_coalesced() else sum_rows([(rows, values)])
 
 
 def sum_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

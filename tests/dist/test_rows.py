@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_lightning.errors import ConfigError
+from ds_lightning.zero.rows import rows_of
 from tests.dist.harness import STAGES, Recipe, difference, full_values, make_engine, same_bits, train
 from tests.pool import run_ranks
 
@@ -37,9 +38,11 @@ class Words(nn.Module):
         self.head = nn.Linear(width, 3)
 
     def inputs(self, generator: torch.Generator) -> torch.Tensor:
-        # None, or some of few words, so that they repeat on a rank and meet on others.
+        # None, or some of few words, so that they repeat on a rank, once, and meet on others. A dense EmbeddingBag adds
+        # what repeats more often in an order that torch does not tell.
         count = (0, 6, 9)[(self.rank + self.step + self.micro) % 3]
-        return torch.randint(0, 12, (count, 2), generator=generator) * (self.words.num_embeddings // 12)
+        drawn = torch.randperm(24, generator=generator)[: 2 * count].view(count, 2) % 12
+        return drawn * (self.words.num_embeddings // 12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.words(x).sum(1) + self.bag(x)
@@ -171,3 +174,16 @@ def refused() -> None:
 
 def test_without_the_key_sparse_modules_are_refused_with_its_name():
     run_ranks(refused, 1)
+
+
+def test_words_that_repeat_often_add_up_as_in_a_dense_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    words, upstream = torch.randint(0, 12, (90,), generator=generator), torch.randn(90, 5, generator=generator)
+    found = []
+    for sparse in (True, False):
+        module = nn.Embedding(40, 5, sparse=sparse)
+        module(words).backward(upstream)
+        assert module.weight.grad is not None
+        rows, values = rows_of(module.weight.grad, torch.float32)
+        found.append(torch.zeros(40, 5).index_copy_(0, rows, values))
+    assert torch.equal(*found)
